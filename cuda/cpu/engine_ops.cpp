@@ -140,7 +140,7 @@ struct Engine::DispatchSteps {
   // False, on every lane, if a peer's lists are corrupt or some rank has no space for its rows; lane 0 sets the status.
   template <class Coop>
   bool index(const Coop& coop, uint64_t seq, int window, Blocks& blocks, Status& status) const {
-    const int corrupt_source = index_blocks<Acc>(coop, w, window, blocks);
+    const int corrupt_source = index_blocks<Acc>(coop, w, window, a.expert_rows, blocks);
     if (corrupt_source >= 0) {
       if (coop.rank() == 0) status = corrupt(corrupt_source);
       return false;
@@ -267,7 +267,8 @@ Status Engine::combine_entries(const CombineArgs& a, const Returned<Acc>& in, ui
   const RecvPlan::Head& head = *plan.head;
   const Codec codec = dims_.codec(a.op);
   using Own = LocalEntries<Acc>;
-  const bool all_pushed = codec != Codec::kRaw || out_overlaps_rows(a);
+  // With weights of the source, the caller may write y once the first half has returned.
+  const bool all_pushed = codec != Codec::kRaw || out_overlaps_rows(a) || (a.topk_weights && half != Half::kBoth);
   const int64_t others = head.num_pulled - head.num_own;
   const auto send = [&](const auto& coop, int window, Header&) {
     const int64_t num_rows = head.num_pulled ? head.num_copies * others / head.num_pulled : 0;  // about
@@ -284,7 +285,7 @@ Status Engine::combine_entries(const CombineArgs& a, const Returned<Acc>& in, ui
     const auto rows = row_ops<Acc>(a.num_tokens, stream_from_.combined, codec);
     const auto reduce_with = [&](auto own) {
       reduce_entries(coop, dims_, world_, window, a.send_plan, a.num_tokens, static_cast<char*>(a.out),
-                     static_cast<Acc*>(a.grad_topk_weights), rows, own);
+                     static_cast<const Acc*>(a.topk_weights), static_cast<Acc*>(a.grad_topk_weights), rows, own);
     };
     if (all_pushed) {
       reduce_with(LocalPushed{});

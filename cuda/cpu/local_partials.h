@@ -77,6 +77,7 @@ struct LocalEntries {
     const Pulled& p = *own.next++;
     for (int32_t c = 0; c < p.copies; ++c) {
       const int32_t row = in.plan.row(p.first + c), k = in.plan.k(w.shape, p.first + c);
+      if (!srcs[k]) continue;  // the send plan leaves it out
       srcs[k] = row == kDropped ? nullptr : in.y + row * tensor_row_bytes;
       *w.at<Weight>(w.rank, w.entry_row(window, token, k) + at) = scalar_of(in, row);
     }

@@ -198,7 +198,7 @@ struct Launch {
     Blocks blocks = Blocks::view(m.scratch(), w.shape, w.num_local_experts());
     blocks.pushed = pushed_lists, blocks.pushed_rows = pushed_rows;
     Status status{.op = Op::kDispatch, .phase = Phase::kGather, .seq = seq};
-    status.peer = index_blocks<Acc>(block, w, window, blocks);
+    status.peer = index_blocks<Acc>(block, w, window, a.expert_rows, blocks);
     if (status.peer >= 0) {
       status.code = Code::kCorruptPeer;
     } else if (c.may_overflow && (status.peer = overflowing_rank(block, w, seq, window, blocks)) >= 0) {
@@ -263,8 +263,8 @@ struct Launch {
     auto* const grads = static_cast<Acc*>(a.grad_topk_weights);
     if (dims.sums() == Sums::kInvariant) {
       with_groups(m, 0, a.num_tokens, [&](const auto& group) {
-        reduce_entries(group, dims, w, window, send_plan, a.num_tokens, out, grads, rows(group, combine_codec(a.op)),
-                       LocalPushed{});
+        reduce_entries(group, dims, w, window, send_plan, a.num_tokens, out, static_cast<const Acc*>(a.topk_weights),
+                       grads, rows(group, combine_codec(a.op)), LocalPushed{});
       });
       return;
     }

@@ -25,6 +25,7 @@ using namespace moe_rt;
 void bind_report(nb::module_& m);   // report_bindings.cpp
 void bind_launch(nb::module_& m);   // launch_bindings.cpp
 void bind_network(nb::module_& m);  // network_bindings.cpp
+void bind_counts(nb::module_& m);   // counts_bindings.cpp
 
 namespace {
 
@@ -364,4 +365,5 @@ NB_MODULE(_engine, m) {
   bind_engine(m);
   bind_process(m);
   bind_rows(m);
+  bind_counts(m);
 }

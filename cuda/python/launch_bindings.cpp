@@ -28,8 +28,13 @@ void bind_ops(nb::module_& m) {
   MOE_RT_BIND(m, ScaledArgs, MOE_RT_SCALED_ARGS);
   MOE_RT_BIND(m, DispatchArgs, MOE_RT_DISPATCH_ARGS)
       .def_ro("num_tokens", &DispatchArgs::num_tokens)
-      .def_rw("scaled", &DispatchArgs::scaled);
-  MOE_RT_BIND(m, CombineArgs, MOE_RT_COMBINE_ARGS).def_ro("num_tokens", &CombineArgs::num_tokens);
+      .def_rw("scaled", &DispatchArgs::scaled)
+      .def_rw("expert_rows", &DispatchArgs::expert_rows);
+  MOE_RT_BIND(m, CombineArgs, MOE_RT_COMBINE_ARGS)
+      .def_ro("num_tokens", &CombineArgs::num_tokens)
+      .def_prop_rw(
+          "topk_weights", [](const CombineArgs& a) { return reinterpret_cast<Address>(a.topk_weights); },
+          [](CombineArgs& a, Address weights) { a.topk_weights = at<const void>(weights); });
   MOE_RT_BIND(m, CombineBackwardArgs, MOE_RT_COMBINE_BACKWARD_ARGS)
       .def_ro("num_tokens", &CombineBackwardArgs::num_tokens);
   MOE_RT_BIND(m, EndArgs, MOE_RT_END_ARGS);
@@ -41,6 +46,8 @@ void bind_ops(nb::module_& m) {
 void bind_plan(nb::module_& m) {
   nb::class_<RecvPlan> plan(m, "RecvPlan", "Index of each of these fields in the int32 tensor recv_plan.");
   plan.attr("num_tokens") = offsetof(RecvPlan::Head, num_tokens) / sizeof(int32_t);
+  plan.attr("num_pulled") = offsetof(RecvPlan::Head, num_pulled) / sizeof(int32_t);
+  plan.attr("num_copies") = offsetof(RecvPlan::Head, num_copies) / sizeof(int32_t);
   plan.attr("num_dropped") = offsetof(RecvPlan::Head, num_dropped) / sizeof(int32_t);
 }
 

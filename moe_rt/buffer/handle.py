@@ -10,7 +10,7 @@ from torch import Tensor
 from moe_rt import _engine
 from moe_rt.errors import InvalidConfig
 
-_PLAN_HEAD, _PLAN_PULLED = 12, 4  # 32-bit words of RecvPlan::Head and of Pulled, whose first word is the source token
+PLAN_HEAD, PLAN_PULLED = 12, 4  # 32-bit words of RecvPlan::Head and of Pulled, whose first word is the source token
 
 
 @dataclass(kw_only=True, slots=True, repr=False)
@@ -76,8 +76,8 @@ class Handle:
         if self.recv_topk_idx is None:
             expected = 'layout="tokens", whose rows are tokens'
             raise InvalidConfig(f'handle.source_tokens: got rows of experts (layout="experts"), expected {expected}')
-        pulled = self.recv_plan[_PLAN_HEAD : _PLAN_HEAD + _PLAN_PULLED * len(self.recv_topk_idx)]
-        return pulled.view(-1, _PLAN_PULLED)[:, 0]
+        pulled = self.recv_plan[PLAN_HEAD : PLAN_HEAD + PLAN_PULLED * len(self.recv_topk_idx)]
+        return pulled.view(-1, PLAN_PULLED)[:, 0]
 
     @property
     def num_recv_tokens_per_expert(self) -> Tensor:

@@ -88,12 +88,13 @@ class Engine(Halves):
 
     def dispatch(
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, tag: int, max_tokens: int | None = None,
-        *, scaled: bool = False, scales: Tensor | None = None, start: Start | None = None,
+        *, scaled: bool = False, scales: Tensor | None = None, expert_rows: int = 0, start: Start | None = None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """x [T, H], topk_idx [T, K], topk_weights [T, K] -> recv_x, recv_weights, offs, recv_plan, send_plan.
 
         If `scaled`, recv_x holds codes and recv_scales is returned last. x then holds codes if `scales` is given, and
-        otherwise rows that travel as codes.
+        otherwise rows that travel as codes. With expert_rows = R * max_tokens, each expert has as many rows, of which
+        the last ones are unused.
         """
         if type(tag) is not int or not 0 <= tag < NUM_TAGS:
             self._refuse_input(Op.DISPATCH, 0, checks.tag_problem(tag))
@@ -111,13 +112,13 @@ class Engine(Halves):
             )
             num_tokens = x.shape[0]
         try:
-            return self._dispatch(x, topk_idx, topk_weights, num_tokens, tag, most, row, scales, start)
+            return self._dispatch(x, topk_idx, topk_weights, num_tokens, tag, most, row, scales, expert_rows, start)
         except CapacityOverflow as error:  # every rank sees the same overflow and the same need, so all retry, once
             if not self._grow(most):
                 self._advise(error, topk_idx)
                 raise
         x = x.contiguous()  # a token window is now an earlier op's, and its rows may be padded
-        return self._dispatch(x, topk_idx, topk_weights, num_tokens, tag, most, row, scales)
+        return self._dispatch(x, topk_idx, topk_weights, num_tokens, tag, most, row, scales, expert_rows)
 
     def dispatch_scaled(
         self, x: Tensor, scales: Tensor | None, *others: Any, start: Start | None = None
@@ -148,9 +149,11 @@ class Engine(Halves):
 
     def _dispatch(
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, num_tokens: int, tag: int, max_tokens: int,
-        row: RowFormat | None, scales: Tensor | None, start: Start | None = None,
+        row: RowFormat | None, scales: Tensor | None, expert_rows: int, start: Start | None = None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         capacity = self._capacities.get(max_tokens) or self.capacity_for(max_tokens)
+        if expert_rows:
+            capacity = self.num_local_experts * expert_rows
         recv_x = self._rows(capacity, x) if row is None else self._matrix(capacity, row.num_codes, row.codes)
         recv_weights = topk_weights.new_empty(self.weights_shape(capacity) if self.by_token else capacity)
         if is_anomaly_enabled():  # one test for both takes half as long
@@ -172,6 +175,8 @@ class Engine(Halves):
             recv_plan=recv_plan.data_ptr(),
             send_plan=send_plan.data_ptr(),
         )
+        if expert_rows:
+            args.expert_rows = expert_rows
         if row is None:
             self._run(Op.DISPATCH, args, tag) if start is None else start(args, tag, x, topk_idx, topk_weights)
             return recv_x, recv_weights, offs, recv_plan, send_plan
@@ -188,11 +193,14 @@ class Engine(Halves):
 
     def combine(
         self, y: Tensor, recv_weights: Tensor | None, recv_plan: Tensor, send_plan: Tensor, tag: int,
-        out: Tensor | None = None, *, start: Start | None = None,
+        out: Tensor | None = None, *, topk_weights: Tensor | None = None, start: Start | None = None,
     ) -> Tensor:  # fmt: skip
-        """y [N, H], recv_weights [capacity] or None -> out [T, H]; N may be less than capacity."""
+        """y [N, H], recv_weights [capacity] or None -> out [T, H]; N may be less than capacity.
+
+        topk_weights [T, K] take the place of recv_weights, with sums="invariant".
+        """
         plans = recv_plan, send_plan
-        if (recv_weights is None) is not self.by_token:
+        if topk_weights is None and (recv_weights is None) is not self.by_token:
             self._check_plans(Op.COMBINE, tag, *plans)
             self._refuse_input(Op.COMBINE, tag, checks.weights_problem(self.by_token))
         given, sizes = self._returned(Op.COMBINE, tag, ("y", "recv_weights"), (y, recv_weights, *plans))
@@ -218,7 +226,9 @@ class Engine(Halves):
             out=written.data_ptr(),
             grad_topk_weights=0,
         )
-        self._run(Op.COMBINE, args, tag) if start is None else start(args, tag, *given)
+        if topk_weights is not None:
+            args.topk_weights = topk_weights.data_ptr()
+        self._run(Op.COMBINE, args, tag) if start is None else start(args, tag, *given, topk_weights)
         if out is None:
             return written
         if written is not out:

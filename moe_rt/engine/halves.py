@@ -60,12 +60,16 @@ class Halves(Requirements):
 
     def begin(self, op: Op, method: str, *given: Any) -> Tensor:
         """Run the first half of an op, whose whole is `method` with the arguments `given`. Return its ticket."""
+        return self.under_way(op, method, *given).ticket
+
+    def under_way(self, op: Op, method: str, *given: Any, **options: Any) -> Begun:
+        """Run the first half of an op as `begin`. Return the op with its outputs, which `finish` fills."""
         # Autograd's nodes of the caller's tensors keep the engine, which keeps these: a circle that nothing collects.
         kept = tuple(each.detach() if isinstance(each, Tensor) else each for each in given)
         ticket = torch.empty(1, dtype=torch.int32, device=self.device)
         begun = Begun(op, method, kept, ticket)
-        begun.outputs = getattr(self, method)(*kept, start=partial(self._start, begun))
-        return ticket
+        begun.outputs = getattr(self, method)(*kept, **options, start=partial(self._start, begun))
+        return begun
 
     def finish(self, method: str, ticket: Tensor, *_: Any) -> Any:
         """Run the second half of the op with this ticket, and return what `method` returns.

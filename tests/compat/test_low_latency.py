@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -116,20 +118,55 @@ def test_combine_weights_each_row_where_its_token_is(job: Job, hook: bool, zero_
     on_ranks(job, work)
 
 
-def test_an_expert_may_be_named_twice_or_left_out_of_combine() -> None:
+def test_an_entry_may_be_left_out_of_combine() -> None:
     job = make_job(2, [8, 8], 128, 3, 4)
-    for ids in job.topk_idx:
-        ids[:, 1] = ids[:, 0]
 
     def work(buffer: deep_ep.Buffer, rank: int) -> None:
-        recv_x, count, handle, _, _ = dispatch(buffer, job, rank, use_fp8=False)
-        named = [int((ids == rank * 2 + e).sum()) for e in range(2) for ids in [torch.cat(job.topk_idx)]]
-        assert count.tolist() == named
+        recv_x, _, handle, _, _ = dispatch(buffer, job, rank, use_fp8=False)
         fewer = job.topk_idx[rank].clone()
         fewer[:, 2] = -1
+        for expert in range(2):  # rows that are left out are not added, not even times zero
+            for row, (source, token) in enumerate(expert_rows(job, rank, expert)):
+                if int(job.topk_idx[source][token, 2]) == 2 * rank + expert:
+                    recv_x[expert, row] = torch.nan
         out, _, _ = buffer.low_latency_combine(recv_x, fewer, job.topk_weights[rank], handle)
         total = job.topk_weights[rank].masked_fill(fewer < 0, 0).sum(1, keepdim=True)
         assert torch.allclose(out.float(), job.x[rank].float() * total, rtol=2**-7, atol=1e-6)
+
+    on_ranks(job, work)
+
+
+def test_a_hook_is_the_second_half() -> None:
+    """An op with a hook returns before a peer calls it, and the caller may then write its inputs."""
+    job = make_job(2, [8, 8], 128, 3, 4)
+    begun = [threading.Event(), threading.Event()]
+
+    def begin(op: int, rank: int, call: Callable[[], Any]) -> Any:
+        if rank == 1:
+            assert begun[op].wait(30)
+        result = call()
+        begun[op].set()
+        return result
+
+    def work(buffer: deep_ep.Buffer, rank: int) -> None:
+        dispatch(buffer, job, rank, use_fp8=False)  # makes memory, which is collective
+        x = job.x[rank].clone()
+        options = {"use_fp8": False, "return_recv_hook": True}
+        arguments = x, job.topk_idx[rank], MOST, job.num_experts
+        recv_x, count, handle, _, hook = begin(0, rank, lambda: buffer.low_latency_dispatch(*arguments, **options))
+        x.fill_(7.0)
+        hook()
+        check_packing(job, rank, count, handle)
+        for expert in range(job.num_local):
+            for row, (source, token) in enumerate(expert_rows(job, rank, expert)):
+                assert torch.equal(recv_x[expert, row], job.x[source][token])
+        weights = job.topk_weights[rank].clone()
+        last = recv_x, job.topk_idx[rank], weights, handle
+        out, _, hook = begin(1, rank, lambda: buffer.low_latency_combine(*last, return_recv_hook=True))
+        recv_x.fill_(7.0), weights.fill_(7.0)
+        hook()
+        outputs = dict.fromkeys(range(job.num_experts), job.x[rank])
+        assert torch.allclose(out.float(), weighted(job, rank, outputs), rtol=2**-8, atol=1e-6)
 
     on_ranks(job, work)
 

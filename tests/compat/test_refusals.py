@@ -102,6 +102,18 @@ def test_an_expert_named_twice() -> None:
     assert f"rank {WRONG}" in str(errors[0])
 
 
+def test_an_expert_named_twice_in_low_latency() -> None:
+    ids = JOB.topk_idx[WRONG].clone()
+    ids[3] = torch.tensor([2, 2, -1])
+
+    def work(buffer: deep_ep.Buffer, rank: int) -> None:
+        buffer.low_latency_dispatch(JOB.x[rank], ids if rank == WRONG else JOB.topk_idx[rank], 20, 4, use_fp8=False)
+
+    errors = raised(work)
+    assert isinstance(errors[WRONG], InvalidRouting)
+    assert f"rank {WRONG}" in str(errors[0])
+
+
 def test_an_expert_that_does_not_exist() -> None:
     ids = JOB.topk_idx[WRONG].clone()
     ids[3, 0] = 4
@@ -204,7 +216,7 @@ def test_a_third_outstanding_call() -> None:
                 if hook is not None:
                     hook()
 
-    assert_named(raised(work), "hooks of 2 others were not called")
+    assert_named(raised(work), "low_latency_dispatch while the hooks of 2 other ops were not called")
 
 
 def test_a_hook_that_was_never_called() -> None:
@@ -216,7 +228,7 @@ def test_a_hook_that_was_never_called() -> None:
             if hook is not None:
                 hook()
 
-    assert_named(raised(work), "hook was never called")
+    assert_named(raised(work), "low_latency_dispatch whose hook was never called")
 
 
 def test_a_hook_called_twice_and_one_left_at_the_end() -> None:
@@ -224,9 +236,9 @@ def test_a_hook_called_twice_and_one_left_at_the_end() -> None:
         buffer = deep_ep.Buffer(group, BYTES, BYTES, True, explicitly_destroy=True, timeout_s=60)
         hooks = [low(buffer, group.rank, return_recv_hook=True)[-1] for _ in range(2)]
         hooks[0]()
-        with pytest.raises(InvalidInput, match=rf"rank {group.rank}: hook: got a second call"):
+        with pytest.raises(InvalidInput, match=rf"rank {group.rank}: low_latency_dispatch: hook: got a second call"):
             hooks[0]()
-        with pytest.raises(InvalidInput, match=rf"rank {group.rank}: destroy: got 1 hooks"):
+        with pytest.raises(InvalidInput, match=rf"rank {group.rank}: destroy: got .* low_latency_dispatch"):
             buffer.destroy()
         with pytest.raises(GroupClosed):
             low(buffer, group.rank)

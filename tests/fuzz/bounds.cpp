@@ -138,7 +138,7 @@ bool believed(const std::function<void(Lists&)>& bend, Pushed what, const std::v
   std::vector<float> recv_x(1000), recv_weights(1000);
   Blocks blocks = Blocks::view(blocks_ints.data(), shape, num_local);
   blocks.pushed = pushed, blocks.pushed_rows = what == Pushed::kRows;
-  if (index_blocks<float>(Solo{}, w, kWindow, blocks) >= 0) return false;
+  if (index_blocks<float>(Solo{}, w, kWindow, 0, blocks) >= 0) return false;
   if (blocks.pull_start[shape.num_ranks] < 0) return true;  // a negative count was believed
   const Received<float> out{reinterpret_cast<char*>(recv_x.data()), recv_weights.data(), 100,
                             RecvPlan::view(plan_ints.data(), shape, num_local)};

@@ -86,9 +86,13 @@ struct ScaledArgs {
 struct DispatchArgs {
   MOE_RT_DISPATCH_ARGS(MOE_RT_MEMBER)
   ScaledArgs scaled{};  // all zero if x and recv_x are plain rows; Python sets it later
+  // Rows from the first one of an expert to that of the next; 0 if experts follow each other. Python sets it later.
+  int64_t expert_rows = 0;
 };
 struct CombineArgs {
   MOE_RT_COMBINE_ARGS(MOE_RT_MEMBER)
+  // [T][K] factors that the source applies in place of recv_weights, with Sums::kInvariant; Python sets it later.
+  const void* topk_weights = nullptr;
 };
 struct CombineBackwardArgs {
   MOE_RT_COMBINE_BACKWARD_ARGS(MOE_RT_MEMBER)
@@ -106,8 +110,8 @@ struct SwigluBackwardArgs {
 // The host fills these bytes and kernels read them, so two compilers must agree on their layout: eight bytes a field.
 #define MOE_RT_EIGHT_BYTES(type, name) +8
 static_assert(sizeof(ScaledArgs) == 0 MOE_RT_SCALED_ARGS(MOE_RT_EIGHT_BYTES) &&
-                  sizeof(DispatchArgs) == sizeof(ScaledArgs) MOE_RT_DISPATCH_ARGS(MOE_RT_EIGHT_BYTES) &&
-                  sizeof(CombineArgs) == 0 MOE_RT_COMBINE_ARGS(MOE_RT_EIGHT_BYTES) &&
+                  sizeof(DispatchArgs) == sizeof(ScaledArgs) + 8 MOE_RT_DISPATCH_ARGS(MOE_RT_EIGHT_BYTES) &&
+                  sizeof(CombineArgs) == 8 MOE_RT_COMBINE_ARGS(MOE_RT_EIGHT_BYTES) &&
                   sizeof(CombineBackwardArgs) == 0 MOE_RT_COMBINE_BACKWARD_ARGS(MOE_RT_EIGHT_BYTES) &&
                   sizeof(SwigluArgs) == 0 MOE_RT_SWIGLU_ARGS(MOE_RT_EIGHT_BYTES) &&
                   sizeof(SwigluBackwardArgs) == 0 MOE_RT_SWIGLU_BACKWARD_ARGS(MOE_RT_EIGHT_BYTES),

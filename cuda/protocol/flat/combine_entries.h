@@ -62,11 +62,13 @@ MOE_RT_FN void push_entries(const Coop& coop, const World& w, int window, const 
 }
 
 // out[t] = sum of the token's rows in the order of its entries, weighted unless grad_topk_weights [T][K] is there to be
-// filled. A repeated expert has one row, at its first entry. `own` is LocalPushed, or takes the rows of this rank's own
-// tokens from its tensors (cpu/local_partials.h).
+// filled: by topk_weights [T][K], or by the weights that travelled if these are nullptr. A repeated expert has one row,
+// at its first entry. `own` is LocalPushed, or takes the rows of this rank's own tokens from its tensors
+// (cpu/local_partials.h).
 template <class Coop, class Dims, class Weight, class Rows, class Own>
 MOE_RT_FN void reduce_entries(const Coop& coop, const Dims& dims, const World& w, int window, const int32_t* send_plan,
-                              int64_t num_tokens, char* out, Weight* grad_topk_weights, const Rows& rows, Own own) {
+                              int64_t num_tokens, char* out, const Weight* topk_weights, Weight* grad_topk_weights,
+                              const Rows& rows, Own own) {
   const char* srcs[Dims::kTopkBound];
   Weight factors[Dims::kTopkBound];
   const int64_t at = scalar_at<Weight>(rows.encoded_row_bytes());
@@ -81,7 +83,10 @@ MOE_RT_FN void reduce_entries(const Coop& coop, const Dims& dims, const World& w
       srcs[k] = has_row ? entry(k) : nullptr;
     });
     if constexpr (!Own::kPushed) own.put_instead(t, srcs, at);
-    for_topk<Dims>(dims.num_topk(), [&](int k) { factors[k] = srcs[k] && !grad_topk_weights ? scalar(k) : Weight(1); });
+    for_topk<Dims>(dims.num_topk(), [&](int k) {
+      factors[k] = Weight(1);
+      if (srcs[k] && !grad_topk_weights) factors[k] = topk_weights ? topk_weights[t * dims.num_topk() + k] : scalar(k);
+    });
     rows.decode_weighted(out + t * rows.tensor_row_bytes(), srcs, factors, dims.num_topk());
     if (!grad_topk_weights || !coop.leader()) continue;
     for (int k = 0; k < dims.num_topk(); ++k) {

@@ -1,8 +1,9 @@
 // Receiver's half of routing, after dispatch's wait: from the lists of every source to the start of each block of rows.
 //
 // Rows are ordered by local expert, source rank, token. A (local expert, source) block starts where the counts of all
-// blocks before it end, or at the next multiple of Shape::alignment after another expert's rows. Counts are read once,
-// range-checked and kept: no later step reads them from a peer again.
+// blocks before it end, or at the next multiple of Shape::alignment after another expert's rows, or at a place that
+// depends only on the expert (DispatchArgs::expert_rows). Counts are read once, range-checked and kept: no later step
+// reads them from a peer again.
 #pragma once
 
 #include "../core/coop.h"
@@ -65,23 +66,23 @@ MOE_RT_FN bool plausible(const World& w, const Blocks& b, int source) {
   return sum == copies;  // hence at most T * min(K, L), the capacity of a plan
 }
 
-// Computes the end of each expert's rows. With alignment, first moves each expert's blocks past the padding before
-// them.
+// Computes the end of each expert's rows. With alignment or expert_rows, first moves each expert's blocks past the
+// padding before them.
 template <class Coop>
-MOE_RT_FN void end_experts(const Coop& coop, const World& w, int32_t num_rows, Blocks& b) {
+MOE_RT_FN void end_experts(const Coop& coop, const World& w, int32_t num_rows, int64_t expert_rows, Blocks& b) {
   const int32_t num_local = w.num_local_experts(), num_ranks = w.shape.num_ranks;
   const Range experts = strided(coop, num_local);
   for (int64_t e = experts.begin; e < experts.end; e += experts.step) {
     b.ends[e] = e + 1 < num_local ? b.start[(e + 1) * num_ranks] : num_rows;
   }
   coop.sync();
-  if (w.shape.alignment == 1) return;
+  if (w.shape.alignment == 1 && !expert_rows) return;
   if (coop.rank() == 0) {
     int64_t padding = 0;
     for (int32_t e = 0; e < num_local; ++e) {
       b.spare[e] = int32_t(padding);
       b.ends[e] += int32_t(padding);
-      padding += w.shape.aligned(b.ends[e]) - b.ends[e];
+      padding += (expert_rows ? (e + 1) * expert_rows : w.shape.aligned(b.ends[e])) - b.ends[e];
     }
   }
   coop.sync();
@@ -93,7 +94,7 @@ MOE_RT_FN void end_experts(const Coop& coop, const World& w, int32_t num_rows, B
 // Reads every source's counts and list ends and turns them into starts. Returns the first source whose lists are not
 // plausible, or -1, identical on every lane.
 template <class Weight, class Coop>
-MOE_RT_FN int index_blocks(const Coop& coop, const World& w, int window, Blocks& b) {
+MOE_RT_FN int index_blocks(const Coop& coop, const World& w, int window, int64_t expert_rows, Blocks& b) {
   const int num_ranks = w.shape.num_ranks, me = w.rank, first = w.placement.rank_first[me];
   const int32_t num_blocks = w.num_local_experts() * num_ranks;
   if (coop.rank() == 0) *b.bad = *b.full = num_ranks;
@@ -127,7 +128,7 @@ MOE_RT_FN int index_blocks(const Coop& coop, const World& w, int window, Blocks&
   const Scan scan = exclusive_scan(coop, b.start, b.spare, num_blocks);
   b.spare = scan.sums == b.start ? b.spare : b.start;
   b.start = scan.sums;
-  end_experts(coop, w, scan.total, b);
+  end_experts(coop, w, scan.total, expert_rows, b);
   return -1;
 }
 

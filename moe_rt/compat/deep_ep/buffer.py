@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from moe_rt.compat.deep_ep.config import Config, low_latency_hint, queue_of
-from moe_rt.compat.deep_ep.exchange import Exchange, invalid, spelled
+from moe_rt.compat.deep_ep.exchange import Exchange, ungraded
 from moe_rt.compat.deep_ep.layout import Layout, layout_of, per_domain
 from moe_rt.compat.deep_ep.low_latency import LowLatency, LowLatencyHandle
 from moe_rt.compat.deep_ep.normal import DispatchHandle, Normal, biases
+from moe_rt.compat.deep_ep.operands import invalid, spelled
 from moe_rt.compat.deep_ep.utils.event import EventHandle, EventOverlap, event_of
-from moe_rt.errors import GroupClosed, InvalidConfig, InvalidInput
+from moe_rt.errors import GroupClosed, InvalidConfig
 from moe_rt.group.groups import Group
 
 # Chunks of DeepEP's queues by the largest number of ranks that they are recommended for.
@@ -87,8 +88,8 @@ class Buffer:
         self._destroyed = True
         for exchange in self._exchanges:
             exchange.close()
-        if outstanding := self._low_latency.num_outstanding:
-            raise invalid(self.rank, "destroy", f"{outstanding} hooks that were never called", "every hook called")
+        if names := [hook.name for hook in self._low_latency.outstanding]:
+            raise invalid(self.rank, "destroy", f"hooks never called of {', '.join(names)}", "every hook called")
 
     @staticmethod
     def is_sm90_compiled() -> bool:
@@ -155,11 +156,10 @@ class Buffer:
         if not isinstance(topk_idx, Tensor) or topk_idx.dtype is not torch.int64 or topk_idx.dim() != 2:
             raise invalid(self.rank, "topk_idx", spelled(topk_idx), "int64 [T, K]")
         layout = layout_of(topk_idx, num_experts, self.group_size)
-        self._normal.known.remember(topk_idx, layout)
         event = event_of(async_finish, topk_idx)
         return layout.per_rank, per_domain(layout.in_rank), layout.per_expert, layout.in_rank, event
 
-    @torch.no_grad()
+    @ungraded
     def dispatch(
         self,
         x: Tensor | tuple[Tensor, Tensor],
@@ -209,7 +209,7 @@ class Buffer:
         )
         return recv_x, ids, weights, counts, returned, event_of(async_finish, recv_x)
 
-    @torch.no_grad()
+    @ungraded
     def combine(
         self,
         x: Tensor,
@@ -236,18 +236,34 @@ class Buffer:
         out, weights = self._normal.combine(x, handle, topk_weights, biases(bias))
         return out, weights, event_of(async_finish, out)
 
-    def internode_dispatch(self, *arguments: Any, **keywords: Any) -> tuple[Any, ...]:
+    def internode_dispatch(
+        self,
+        x: Tensor | tuple[Tensor, Tensor],
+        handle: DispatchHandle | None = None,
+        num_tokens_per_rank: Tensor | None = None,
+        num_tokens_per_rdma_rank: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        expert_alignment: int = 1,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Any, ...]:
         """Call `dispatch`, which serves several hosts too (heap "ucx")."""
-        return self.dispatch(*arguments, **keywords)
+        return self.dispatch(
+            x, handle, num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert, topk_idx,
+            topk_weights, expert_alignment, 0, config, previous_event, async_finish, allocate_on_comm_stream,
+        )  # fmt: skip
 
-    def internode_combine(self, *arguments: Any, **keywords: Any) -> tuple[Any, ...]:
-        """Call `combine`, which serves several hosts too (heap "ucx")."""
-        return self.combine(*arguments, **keywords)
+    internode_combine = combine
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
         """Do nothing: low-latency ops have memory of their own, which normal ops do not touch."""
 
-    @torch.no_grad()
+    @ungraded
     def low_latency_dispatch(
         self,
         x: Tensor,
@@ -280,15 +296,13 @@ class Buffer:
             MoeRtError: see moe_rt.Buffer.dispatch. Wrong operands raise InvalidInput on every rank.
         """
         self._require_open()
-        before = self._waited()
         recv_x, count, handle, hook = self._low_latency.dispatch(
-            x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, cumulative_local_expert_recv_stats, use_fp8,
-            round_scale, use_ue8m0, return_recv_hook, async_finish,
+            x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, cumulative_local_expert_recv_stats,
+            dispatch_wait_recv_cost_stats, use_fp8, round_scale, use_ue8m0, return_recv_hook, async_finish,
         )  # fmt: skip
-        self._add_waits(dispatch_wait_recv_cost_stats, before)
         return recv_x, count, handle, event_of(async_finish, count), hook
 
-    @torch.no_grad()
+    @ungraded
     def low_latency_combine(
         self,
         x: Tensor,
@@ -319,11 +333,10 @@ class Buffer:
         self._require_open()
         if use_logfmt:
             raise InvalidConfig("use_logfmt: got True, expected False: rows return as bfloat16")
-        before = self._waited()
         combined, hook = self._low_latency.combine(
-            x, topk_idx, topk_weights, handle, zero_copy, return_recv_hook, async_finish, out
-        )
-        self._add_waits(combine_wait_recv_cost_stats, before)
+            x, topk_idx, topk_weights, handle, zero_copy, return_recv_hook, async_finish, out,
+            combine_wait_recv_cost_stats,
+        )  # fmt: skip
         return combined, event_of(async_finish, combined), hook
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
@@ -345,15 +358,3 @@ class Buffer:
     def _require_open(self) -> None:
         if self._destroyed:
             raise GroupClosed(f"rank {self.rank}: got an op on a destroyed deep_ep.Buffer, expected a living one")
-
-    def _waited(self) -> list[int]:
-        return [sum(waits) for waits in zip(*(b.waited_ns() for b in self._exchanges[1].buffers), strict=True)]
-
-    def _add_waits(self, stats: Tensor | None, before: list[int]) -> None:
-        if stats is None:
-            return
-        if stats.dtype is not torch.int64 or stats.numel() != self.group_size:
-            raise InvalidInput(f"wait_recv_cost_stats: got {spelled(stats)}, expected int64 [{self.group_size}]")
-        now = self._waited()
-        waits = [b - a for a, b in zip(before or [0] * len(now), now, strict=True)]
-        stats.add_(torch.tensor(waits, dtype=torch.int64, device=stats.device).view(stats.shape))

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from moe_rt.compat.deep_ep import home
-from moe_rt.compat.deep_ep.exchange import Exchange, Received, Rows, invalid, spelled
+from moe_rt.compat.deep_ep.exchange import Exchange, Received, Rows, ungraded
 from moe_rt.compat.deep_ep.expand import EPHandle, columns_of, expanded, ranks_of
 from moe_rt.compat.deep_ep.layout import repeats
 from moe_rt.compat.deep_ep.normal import biases, first_rows
+from moe_rt.compat.deep_ep.operands import invalid, parts_of, spelled, twice, wrong_rows, wrong_tensor
 from moe_rt.compat.deep_ep.sizes import ALIGNMENT, combine_bytes, dispatch_bytes, elastic_bytes
 from moe_rt.compat.deep_ep.utils.event import EventHandle, EventOverlap, event_of
-from moe_rt.errors import GroupClosed, InvalidConfig, InvalidInput, InvalidRouting, MoeRtError, TooManyTokens
+from moe_rt.errors import GroupClosed, InvalidConfig, InvalidInput, MoeRtError, TooManyTokens
 from moe_rt.group.groups import Group, rendezvous_of
 
 _NUM_SMS, _QPS, _HYBRID_QPS = 20, 17, 129
@@ -123,7 +124,7 @@ class ElasticBuffer:
         rows = Rows("tokens", _SIGNAL_HIDDEN, 1, self.num_ranks, torch.bfloat16)
         self._exchange.dispatch(rows, torch.empty(0, _SIGNAL_HIDDEN, dtype=torch.bfloat16), none.long(), none)
 
-    @torch.no_grad()
+    @ungraded
     def dispatch(
         self, x: Tensor | tuple[Tensor, Tensor], topk_idx: Tensor | None = None, topk_weights: Tensor | None = None,
         cumulative_local_expert_recv_stats: Tensor | None = None, num_experts: int | None = None,
@@ -185,7 +186,7 @@ class ElasticBuffer:
         event = event_of(async_with_compute_stream, recv_x)
         return recv_x, ids, None if topk_weights is None else recv_weights, handle, event
 
-    @torch.no_grad()
+    @ungraded
     def combine(
         self, x: Tensor, handle: EPHandle, topk_weights: Tensor | None = None,
         bias: Tensor | tuple[Tensor, Tensor] | None = None, num_sms: int = 0, num_qps: int = 0,
@@ -270,42 +271,30 @@ class ElasticBuffer:
         self, x: Any, topk_idx: Any, weights: Any, num_experts: int | None, most: int, align: int
     ) -> MoeRtError | None:
         """Return the error of a dispatch's tensors, None if DeepEP's contract holds."""
-        codes, scales = x if type(x) is tuple and len(x) == 2 else (x, None)
-        size = 2 if scales is None else 1
-        expected = "contiguous bfloat16 [T, H], or a tuple of codes [T, H] and their scales, rows of 16 n bytes"
-        if not isinstance(codes, Tensor) or codes.dim() != 2 or not codes.is_contiguous() or codes.itemsize != size:
-            return invalid(self.rank_idx, "x", spelled(codes), expected)
-        if codes.shape[1] * size % 16 or (scales is None and codes.dtype is not torch.bfloat16):
-            return invalid(self.rank_idx, "x", spelled(codes), expected)
+        if error := wrong_rows(self.rank_idx, x):
+            return error
+        codes, scales = parts_of(x)
         num_tokens = len(codes)
-        if scales is not None and (
-            not isinstance(scales, Tensor) or scales.dim() != 2 or len(scales) != num_tokens
-            or scales.dtype not in (torch.float32, torch.int32)
-        ):  # fmt: skip
-            return invalid(self.rank_idx, "x", spelled(scales), f"scales of float32 or int32 [{num_tokens}, S]")
         if type(num_experts) is not int or num_experts < 1 or num_experts % self.num_ranks:
             return invalid(self.rank_idx, "num_experts", num_experts, f"a multiple of {self.num_ranks} ranks")
         if type(most) is not int or most < 1 or type(align) is not int or align < 1:
             names = "num_max_tokens_per_rank, expert_alignment"
             return invalid(self.rank_idx, names, (most, align), "positive numbers")
-        if not isinstance(topk_idx, Tensor) or topk_idx.dtype is not torch.int64 or topk_idx.dim() != 2:
-            return invalid(self.rank_idx, "topk_idx", spelled(topk_idx), f"int64 [{num_tokens}, K]")
-        if len(topk_idx) != num_tokens or not topk_idx.is_contiguous():
-            return invalid(self.rank_idx, "topk_idx", spelled(topk_idx), f"contiguous int64 [{num_tokens}, K]")
-        shape = topk_idx.shape
-        if weights is not None and (
-            not isinstance(weights, Tensor) or weights.dtype is not torch.float32 or weights.shape != shape
-            or not weights.is_contiguous()
-        ):  # fmt: skip
-            return invalid(self.rank_idx, "topk_weights", spelled(weights), f"contiguous float32 {list(shape)}")
+        shape = (num_tokens, topk_idx.shape[1] if isinstance(topk_idx, Tensor) and topk_idx.dim() == 2 else 0)
+        error = wrong_tensor(self.rank_idx, "topk_idx", topk_idx, torch.int64, shape)
+        if error is None and weights is not None:
+            error = wrong_tensor(self.rank_idx, "topk_weights", weights, torch.float32, shape)
+        if error is not None:
+            return error
         if num_tokens > most:
             message = f"x: got {num_tokens} tokens, expected at most num_max_tokens_per_rank = {most}"
             return TooManyTokens(f"rank {self.rank_idx}: {message}", rank=self.rank_idx)
         if topk_idx.device.type == "cpu" and repeats(topk_idx):
-            message = "topk_idx: got an expert twice for a token, expected different experts; sum their weights first"
-            return InvalidRouting(f"rank {self.rank_idx}: {message}", rank=self.rank_idx)
+            return twice(self.rank_idx)
         num_scales = 0 if scales is None else scales.shape[1]
-        return self._too_small(dispatch_bytes(self.num_ranks, most, codes.shape[1] * size, num_scales, shape[1]))
+        return self._too_small(
+            dispatch_bytes(self.num_ranks, most, codes.shape[1] * codes.itemsize, num_scales, shape[1])
+        )
 
     def _too_small(self, needed: int) -> InvalidInput | None:
         if needed <= self.num_bytes:

@@ -6,21 +6,24 @@ All ranks agree on a size before they make a buffer for it, and on a larger boun
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from moe_rt.buffer.buffer import Buffer
 from moe_rt.buffer.handle import Handle
-from moe_rt.config.options import RecvLayout
+from moe_rt.config.options import RecvLayout, Sums
 from moe_rt.errors import ConfigMismatch, InvalidInput, MoeRtError, Op, TooManyTokens
 from moe_rt.group.groups import Group, rendezvous_of
 from moe_rt.group.rendezvous import all_gather_records
 
 _NEW_SIZE_TAG = 1  # announces that this rank goes on to make a buffer; rows travel with tag 0
 _FEWEST_TOKENS = 32
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Rows(NamedTuple):
@@ -31,6 +34,7 @@ class Rows(NamedTuple):
     num_topk: int
     num_experts: int
     dtype: torch.dtype
+    sums: Sums = "ranked"
 
 
 class Received(NamedTuple):
@@ -67,19 +71,24 @@ class Exchange:
             x: the rows, their (codes, scales), or a function that writes rows to the tensor [T, hidden] that it gets.
             max_tokens: bound that all ranks gave; None if each rank may have any number of tokens.
         """
-        buffer = self._buffers.get(rows)
-        if buffer is None or (max_tokens or 0) > buffer.spec.num_max_tokens_per_rank:
-            buffer = self._make(rows, len(topk_idx), max_tokens)
+        buffer = self.buffer(rows, len(topk_idx), max_tokens)
         try:
             return self._dispatch(buffer, x, topk_idx, weights, max_tokens)
         except TooManyTokens:  # all ranks raise it in this op
             if max_tokens is not None:
                 raise
-        buffer = self._make(rows, len(topk_idx), None)
+        buffer = self._latest = self._make(rows, len(topk_idx), None)
         return self._dispatch(buffer, x, topk_idx, weights, None)
 
-    def _dispatch(self, buffer: Buffer, x: Any, topk_idx: Tensor, weights: Tensor, most: int | None) -> Received:
+    def buffer(self, rows: Rows, num_tokens: int, max_tokens: int | None) -> Buffer:
+        """Return the buffer of such rows, made or enlarged if necessary, through which the caller runs the next op."""
+        buffer = self._buffers.get(rows)
+        if buffer is None or (max_tokens or 0) > buffer.spec.num_max_tokens_per_rank:
+            buffer = self._make(rows, num_tokens, max_tokens)
         self._latest = buffer
+        return buffer
+
+    def _dispatch(self, buffer: Buffer, x: Any, topk_idx: Tensor, weights: Tensor, most: int | None) -> Received:
         if callable(x):
             write, num_tokens, spec = x, len(topk_idx), buffer.spec
             if num_tokens <= spec.num_max_tokens_per_rank:
@@ -159,13 +168,14 @@ class Exchange:
         self._buffers, self._outgrown, self._latest = {}, [], None
 
 
-def invalid(rank: int, name: str, got: object, expected: str) -> InvalidInput:
-    """Return the error for an argument of an op."""
-    return InvalidInput(f"rank {rank}: {name}: got {got}, expected {expected}", rank=rank)
+def ungraded(op: Callable[P, R]) -> Callable[P, R]:
+    """Return the op without autograd. torch.no_grad is entered only if gradients are recorded."""
 
+    @functools.wraps(op)
+    def run(*arguments: P.args, **keywords: P.kwargs) -> R:
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return op(*arguments, **keywords)
+        return op(*arguments, **keywords)
 
-def spelled(value: object) -> str:
-    """Describe a tensor by its dtype and shape, anything else by its type."""
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    return f"{value.dtype} {list(value.shape)}" + ("" if value.is_contiguous() else ", not contiguous")
+    return run

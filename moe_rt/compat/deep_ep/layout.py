@@ -7,7 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moe_rt import _engine
+from moe_rt.buffer.handle import PLAN_HEAD, PLAN_PULLED, Handle
 from moe_rt.compat.deep_ep.config import NVL_PEERS
+
+_LOW_HALF = 0xFFFF  # of a word of the plan that holds source rank and slot
 
 
 class Layout(NamedTuple):
@@ -26,6 +30,37 @@ class Layout(NamedTuple):
 
 def layout_of(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Layout:
     """Count a routing. An id outside [0, num_experts) names no expert."""
+    if topk_idx.device.type != "cpu":
+        return counted_by_torch(topk_idx, num_experts, num_ranks)
+    ids = topk_idx.contiguous()
+    per_rank = ids.new_empty(num_ranks, dtype=torch.int32)
+    layout = Layout(
+        per_rank, per_rank.new_empty(num_experts), per_rank.new_empty(len(ids), num_ranks, dtype=torch.bool)
+    )
+    _engine.count_routing(*_addresses(ids, layout))
+    return layout
+
+
+def differs(topk_idx: Tensor, layout: Layout) -> bool:
+    """True if the counts are not those of the routing, contiguous int64 [T, K], or a token names an expert twice.
+
+    The host reads both.
+    """
+    if topk_idx.device.type == "cpu":
+        return _engine.counts_differ(*_addresses(topk_idx, layout))
+    own = counted_by_torch(topk_idx, len(layout.per_expert), len(layout.per_rank))
+    same = all(torch.equal(one, other) for one, other in zip(own, layout, strict=True))
+    return not same or repeats(topk_idx)
+
+
+def _addresses(ids: Tensor, layout: Layout) -> tuple[int, ...]:
+    sizes = (*ids.shape, len(layout.per_expert), len(layout.per_rank))
+    per_rank, per_expert, in_rank = layout
+    return ids.data_ptr(), *sizes, per_rank.data_ptr(), per_expert.data_ptr(), in_rank.data_ptr()
+
+
+def counted_by_torch(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Layout:
+    """Count a routing on any device."""
     known = topk_idx.where((topk_idx >= 0) & (topk_idx < num_experts), -1)
     per_expert = torch.bincount(known.flatten() + 1, minlength=num_experts + 1)[1:].int()
     ranks = known.div(num_experts // num_ranks, rounding_mode="floor")  # -1 stays -1
@@ -43,34 +78,42 @@ def per_domain(in_rank: Tensor) -> Tensor | None:
 
 
 def repeats(topk_idx: Tensor) -> bool:
-    """True if a token names an expert twice."""
+    """True if a token of a contiguous routing names an expert twice. The host reads it."""
+    if topk_idx.device.type == "cpu":
+        return _engine.names_twice(topk_idx.data_ptr(), *topk_idx.shape)
     ids = topk_idx.sort(1).values
     return bool(((ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] >= 0)).any())
 
 
-class KnownLayouts:
-    """The last layout that this rank computed, so that a dispatch with its tensors need not check them again."""
+def local_ids(ids: Tensor, num_local: int, alignment: int) -> tuple[Tensor, list[int]]:
+    """Return local expert ids int32 [N, K] as int64, and each expert's number of entries, rounded up.
 
-    def __init__(self) -> None:
-        self._tensors: tuple[Tensor, ...] = ()
-        self._versions: tuple[int, ...] = ()
+    The host reads the ids.
+    """
+    if ids.device.type != "cpu":
+        counts = torch.bincount((ids + 1).flatten(), minlength=num_local + 1).tolist()[1:]
+        return ids.long(), [-(-count // alignment) * alignment for count in counts]
+    wide = ids.new_empty(ids.shape, dtype=torch.int64)
+    return wide, _engine.widen_ids(ids.data_ptr(), ids.numel(), num_local, alignment, wide.data_ptr())
 
-    def remember(self, topk_idx: Tensor, layout: Layout) -> None:
-        """Remember that the layout was computed from this routing, as both are now, unless a token repeats an expert.
 
-        A GPU's routing is not searched for repetitions, since the host would have to wait for it.
-        """
-        self._tensors = ()
-        if any(t.is_inference() for t in (topk_idx, *layout)):  # these count no versions
-            return
-        if topk_idx.device.type == "cpu" and repeats(topk_idx):
-            return
-        self._tensors = (topk_idx, *layout)
-        self._versions = tuple([t._version for t in self._tensors])
+def described_by_torch(handle: Handle, most_pulled: int, most_copies: int, tokens: Tensor, ranges: Tensor) -> None:
+    """Write the source's token of each row [L, rows], and begin << 32 | count of the rows of each source [L, R].
 
-    def knows(self, topk_idx: Tensor, layout: Layout) -> bool:
-        """True if the layout is the remembered one of this routing, and nothing was written to either since."""
-        given = (topk_idx, *layout)
-        if not self._tensors or any(a is not b for a, b in zip(given, self._tensors, strict=True)):
-            return False
-        return tuple([t._version for t in given]) == self._versions
+    Args:
+        handle: of a dispatch to as many rows for each expert (buffer/packed.py), on any device. The host reads nothing.
+        most_pulled, most_copies: lengths of the lists in its recv_plan.
+    """
+    num_rows, rows_at = tokens.numel(), PLAN_HEAD + PLAN_PULLED * most_pulled
+    head, copies = handle.recv_plan[:PLAN_HEAD], torch.arange(most_copies, device=tokens.device)
+    pulled = handle.recv_plan[PLAN_HEAD:rows_at].view(most_pulled, PLAN_PULLED)
+    real = torch.arange(most_pulled, device=tokens.device) < head[_engine.RecvPlan.num_pulled]
+    first = pulled[:, 2].where(real, most_copies)
+    token, source, *_ = pulled[torch.searchsorted(first, copies, right=True).sub(1).clamp(min=0)].unbind(1)
+    rows = handle.recv_plan[rows_at : rows_at + most_copies]
+    rows = rows.where((copies < head[_engine.RecvPlan.num_copies]) & (rows >= 0), num_rows).long()
+    tokens.copy_(tokens.new_zeros(num_rows + 1).scatter_(0, rows, token)[:-1].view_as(tokens))
+    blocks = rows.div(tokens.shape[1], rounding_mode="floor") * ranges.shape[1] + (source & _LOW_HALF)
+    counts = ranges.new_zeros(ranges.numel() + ranges.shape[1]).scatter_add_(0, blocks, torch.ones_like(blocks))
+    counts = counts[: ranges.numel()].view_as(ranges)
+    ranges.copy_((counts.cumsum(1) - counts) << 32 | counts)

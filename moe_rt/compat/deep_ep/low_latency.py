@@ -1,25 +1,32 @@
 """Dispatch and combine of DeepEP's low-latency mode: rows padded by expert, weights applied where the token is.
 
-Each pair of a token and an expert travels as a separate token, since combine has to bring the rows of a token home
-one by one. A pair's weight carries the index of its token to the expert's rank.
+moe_rt/buffer/packed.py has the ops. A hook runs an op's second half. One op of a buffer is under way at a time, so the
+second half of an earlier op runs when the next one begins, and its hook then only says that the results are there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moe_rt import _engine
+from moe_rt.buffer import packed
+from moe_rt.buffer.buffer import Buffer
+from moe_rt.buffer.handle import Handle
 from moe_rt.compat.deep_ep import fp8
 from moe_rt.compat.deep_ep.config import low_latency_bytes
-from moe_rt.compat.deep_ep.exchange import Exchange, Received, Rows, invalid, spelled
+from moe_rt.compat.deep_ep.exchange import Exchange, Rows
+from moe_rt.compat.deep_ep.layout import described_by_torch, repeats
+from moe_rt.compat.deep_ep.operands import invalid, spelled, twice, wrong_tensor
 from moe_rt.errors import InvalidInput, MoeRtError, TooManyTokens
 
 MOST_OUTSTANDING = 2  # DeepEP has two buffers
-_FIRST_INEXACT = 1 << 24  # a float32 holds every smaller integer
+_MOST_ROWS = 1 << 31  # rows are counted in 32 bits
+_ALIGNED = 16  # bytes, of an output that kernels write in vectors
+_COUNT = (1 << 32) - 1  # of a layout range, whose upper half is its begin
 
 
 class LowLatencyHandle(Sequence[Any]):
@@ -29,9 +36,10 @@ class LowLatencyHandle(Sequence[Any]):
     begin << 32 | count of the rows from each rank; M; hidden; num_experts.
     """
 
-    def __init__(self, owner: LowLatency, items: tuple[Any, ...], topk_idx: Tensor, received: Received) -> None:
-        self.owner, self.items, self.topk_idx, self.received = owner, items, topk_idx, received
-        self.slots = received.weights.new_empty(0, dtype=torch.int64)  # slot of each received row
+    def __init__(
+        self, owner: LowLatency, items: tuple[Any, ...], topk_idx: Tensor, buffer: Buffer, plan: Handle
+    ) -> None:
+        self.owner, self.items, self.topk_idx, self.buffer, self.plan = owner, items, topk_idx, buffer, plan
         self.arrived = False
         self.combine_buffer: Tensor | None = None
 
@@ -42,37 +50,37 @@ class LowLatencyHandle(Sequence[Any]):
         return self.items[index]
 
 
-@dataclass
-class _Packed:
-    """Results of a low-latency dispatch, written when the rows have arrived."""
+class Hook:
+    """The second half of a low-latency op, which is called once.
 
-    x: Tensor
-    scales: Tensor | None
-    count: Tensor
-    handle: LowLatencyHandle
-    stats: Tensor | None
+    Args:
+        name: of the op.
+        half: the op, which has begun.
+        after: called when the outputs are there.
+    """
 
-    def fill(self) -> None:
-        received, (src_info, layout_range, most, *_) = self.handle.received, self.handle.items
-        num_ranks, num_local = layout_range.shape[1], len(layout_range)
-        offs = received.handle.offs
-        num_rows = int(offs[-1])
-        tokens = received.weights[:num_rows].long()
-        rows = torch.arange(num_rows, device=offs.device)
-        experts = torch.searchsorted(offs, rows.int(), right=True)
-        begins = torch.nn.functional.pad(offs[:-1], (1, 0)).long()
-        slots = self.handle.slots = experts * (num_ranks * most) + rows - begins[experts]
-        _flat(self.x)[slots] = _bytes(received.x[0] if self.scales is not None else received.x)[:num_rows]
-        if self.scales is not None:
-            self.scales[experts, rows - begins[experts]] = received.x[1][:num_rows]
-        src_info.view(-1)[slots] = (tokens % most).int()
-        counts = torch.bincount(experts * num_ranks + tokens // most, minlength=num_local * num_ranks)
-        counts = counts.view(num_local, num_ranks)
-        layout_range.copy_((counts.cumsum(1) - counts) << 32 | counts)
-        self.count.copy_(counts.sum(1))
-        if self.stats is not None:
-            self.stats.add_(self.count)
-        self.handle.arrived = True
+    def __init__(self, owner: LowLatency, name: str, half: packed.Half, after: Callable[[], None]) -> None:
+        self._owner, self.name, self._half, self._after = owner, name, half, after
+        self._complete = self._called = False
+        self.handle: LowLatencyHandle | None = None  # of a dispatch, which the hook makes ready for combine
+
+    def complete(self) -> None:
+        """Run the second half, once."""
+        if not self._complete:
+            self._complete = True
+            self._half.finish()
+            self._after()
+
+    def __call__(self) -> None:
+        """Complete the op. Raises InvalidInput at a second call."""
+        if self._called:
+            expected = "one call for each op with return_recv_hook=True"
+            raise invalid(self._owner.rank, f"{self.name}: hook", "a second call", expected)
+        self._called = True
+        self._owner.outstanding.remove(self)
+        self.complete()
+        if self.handle is not None:
+            self.handle.arrived = True
 
 
 class LowLatency:
@@ -81,66 +89,73 @@ class LowLatency:
     def __init__(self, exchange: Exchange, num_rdma_bytes: int, enabled: bool) -> None:
         self._exchange, self._num_rdma_bytes, self._enabled = exchange, num_rdma_bytes, enabled
         self.rank, self.num_ranks = exchange.rank, exchange.num_ranks
-        self._outstanding: list[Callable[[], None]] = []
-
-    @property
-    def num_outstanding(self) -> int:
-        """Number of hooks that were returned and not called."""
-        return len(self._outstanding)
+        self.outstanding: list[Hook] = []  # not called yet
+        self._unused = torch.ones(0, 0)  # weights, which stay at home until combine
 
     def dispatch(
-        self, x: Tensor, topk_idx: Tensor, most: int, num_experts: int, stats: Tensor | None, use_fp8: bool,
-        round_scale: bool, use_ue8m0: bool, return_recv_hook: bool, async_finish: bool,
+        self, x: Tensor, topk_idx: Tensor, most: int, num_experts: int, stats: Tensor | None, waits: Tensor | None,
+        use_fp8: bool, round_scale: bool, use_ue8m0: bool, return_recv_hook: bool, async_finish: bool,
     ) -> tuple[Any, Tensor, LowLatencyHandle, Callable[[], None] | None]:  # fmt: skip
         """Return packed rows, with scales if use_fp8, the number of rows of each expert, the handle and the hook."""
+        name = "low_latency_dispatch"
         error = self._problem(x, topk_idx, most, num_experts, stats, use_fp8, round_scale, use_ue8m0)
-        error = error or self._too_many(return_recv_hook, async_finish)
+        error = error or self._too_many(name, return_recv_hook, async_finish) or self._wrong_waits(waits)
         hidden = x.shape[1] if isinstance(x, Tensor) and x.dim() == 2 else 0
-        rows = Rows("experts", hidden, 1, num_experts, torch.bfloat16)
+        num_topk = topk_idx.shape[1] if isinstance(topk_idx, Tensor) and topk_idx.dim() == 2 else 1
+        rows = Rows("experts", hidden, num_topk, num_experts, torch.bfloat16, "invariant")
+        self._complete_all()
         if error is not None:
             sizes = (len(x), most) if isinstance(error, TooManyTokens) else (0, 0)
             self._exchange.refuse(rows, error, *sizes)
-        num_tokens, num_topk = topk_idx.shape
-        pairs = topk_idx.flatten().unsqueeze(1)
-        first = self.rank * most
-        ids = torch.arange(first, first + num_tokens, device=x.device, dtype=torch.float32).repeat_interleave(num_topk)
-        sent: Any = lambda window: window.view(num_tokens, num_topk, hidden).copy_(x.unsqueeze(1))  # noqa: E731
+        before = self._waited(waits)
+        buffer = self._exchange.buffer(rows, len(x), most)
+        sent = fp8.cast(x, round_scale, use_ue8m0) if use_fp8 else x
+        half = packed.dispatch(buffer, sent, topk_idx, self._weights(topk_idx), most, wait=not return_recv_hook)
+        num_local, slots = num_experts // self.num_ranks, self.num_ranks * most
+        recv_x = half.outputs[0].view(num_local, slots, hidden)
+        scales = None
         if use_fp8:
-            parts = fp8.cast(x, round_scale, use_ue8m0)
-            sent = tuple(part.repeat_interleave(num_topk, 0) for part in map(_bytes, parts))
-            sent = sent[0].view(torch.float8_e4m3fn), sent[1]
-        bound = max(most * num_topk, 1)
-        received = self._exchange.dispatch(rows, sent, pairs, ids.unsqueeze(1), bound)
-        packed = self._packed(received, topk_idx, most, hidden, num_experts, stats)
-        hook = self._finish(packed.fill, return_recv_hook)
-        recv_x = packed.x if packed.scales is None else (packed.x, packed.scales)
-        return recv_x, packed.count, packed.handle, hook
+            given = half.outputs[-1]
+            scales = given.new_empty(num_local, given.shape[1], slots).transpose(1, 2)
+        assert half.handle is not None
+        count = half.handle.offs.new_full((num_local,), -1)  # until the rows have arrived
+        items = (
+            count.new_empty(num_local, slots), count.new_empty(num_local, self.num_ranks, dtype=torch.int64), most,
+            hidden, num_experts,
+        )  # fmt: skip
+        handle = LowLatencyHandle(self, items, topk_idx.clone(), buffer, half.handle)
+
+        def fill() -> None:
+            _describe(half, handle, count, scales)
+            if stats is not None:
+                stats.add_(count)
+            self._add_waits(waits, before)
+
+        recv = recv_x if scales is None else (recv_x, scales)
+        hook = self._hook(name, half, fill, return_recv_hook, handle)
+        return recv, count, handle, hook
 
     def combine(
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, handle: LowLatencyHandle, zero_copy: bool,
-        return_recv_hook: bool, async_finish: bool, out: Tensor | None,
+        return_recv_hook: bool, async_finish: bool, out: Tensor | None, waits: Tensor | None,
     ) -> tuple[Tensor, Callable[[], None] | None]:  # fmt: skip
         """Return each token's sum of its experts' rows, weighted, and the hook."""
+        name = "low_latency_combine"
         error = self._unfit(x, topk_idx, topk_weights, handle, zero_copy, out)
-        error = error or self._too_many(return_recv_hook, async_finish)
+        error = error or self._too_many(name, return_recv_hook, async_finish) or self._wrong_waits(waits)
+        self._complete_all()
         if error is not None:
             own = isinstance(handle, LowLatencyHandle) and handle.owner is self
-            self._exchange.refuse_combine(handle.received.buffer if own else self._exchange.buffers[-1], error)
-        received, (*_, hidden, _) = handle.received, handle.items
+            self._exchange.refuse_combine(handle.buffer if own else self._exchange.buffers[-1], error)
+        before = self._waited(waits)
         rows = handle.combine_buffer if zero_copy and handle.combine_buffer is not None else x
-        y = rows.view(-1, hidden)[handle.slots]
-        pairs = received.buffer.combine(y, torch.ones_like(received.weights), received.handle)
-        weights = topk_weights.masked_fill(topk_idx < 0, 0.0)
-        result = pairs.new_empty(len(topk_idx), hidden) if out is None else out
-
-        def add_up() -> None:
-            home = pairs.view(*topk_idx.shape, hidden)
-            total = torch.zeros(len(topk_idx), hidden, dtype=torch.float32, device=x.device)
-            for k in range(topk_idx.shape[1]):  # DeepEP's order
-                total.addcmul_(home[:, k].float(), weights[:, k : k + 1])
-            result.copy_(total)
-
-        return result, self._finish(add_up, return_recv_hook)
+        plan = handle.plan
+        if not torch.equal(topk_idx, handle.topk_idx):
+            plan = packed.without_entries(plan, topk_idx < 0)
+        flat = rows.view(-1, rows.shape[-1])
+        half = packed.combine(handle.buffer, flat, plan, topk_weights, out, wait=not return_recv_hook)
+        hook = self._hook(name, half, lambda: self._add_waits(waits, before), return_recv_hook, None)
+        return half.outputs, hook
 
     def next_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
         """Return bfloat16 [L, R * M, H] for combine with zero_copy."""
@@ -151,48 +166,59 @@ class LowLatency:
             handle.combine_buffer = src_info.new_empty(*src_info.shape, hidden, dtype=torch.bfloat16)
         return handle.combine_buffer
 
-    def _packed(
-        self, received: Received, topk_idx: Tensor, most: int, hidden: int, num_experts: int, stats: Tensor | None
-    ) -> _Packed:
-        num_local, slots = num_experts // self.num_ranks, self.num_ranks * most
-        like, scales = received.x, None
-        if isinstance(received.x, tuple):
-            like, given = received.x
-            scales = given.new_empty(num_local, given.shape[1], slots).transpose(1, 2)
-        count = received.handle.offs.new_full((num_local,), -1)  # until the rows have arrived
-        src_info = count.new_empty(num_local, slots)
-        layout_range = count.new_empty(num_local, self.num_ranks, dtype=torch.int64)
-        handle = LowLatencyHandle(self, (src_info, layout_range, most, hidden, num_experts), topk_idx.clone(), received)
-        return _Packed(like.new_empty(num_local, slots, hidden), scales, count, handle, stats)
+    def _weights(self, topk_idx: Tensor) -> Tensor:
+        """Return float32 ones of the shape of topk_idx."""
+        num_tokens, num_topk = topk_idx.shape
+        if self._unused.shape[1] != num_topk or len(self._unused) < num_tokens:
+            self._unused = torch.ones(num_tokens, num_topk, device=topk_idx.device)
+        return self._unused[:num_tokens]
 
-    def _finish(self, fill: Callable[[], None], later: bool) -> Callable[[], None] | None:
-        """Fill the results now, or return a hook that fills them once."""
-        if not later:
-            fill()
+    def _hook(
+        self, name: str, half: packed.Half, after: Callable[[], None], later: bool, handle: LowLatencyHandle | None
+    ) -> Hook | None:
+        """Complete the op now, or return its hook."""
+        if later:
+            hook = Hook(self, name, half, after)
+            hook.handle = handle
+            self.outstanding.append(hook)
+            return hook
+        after()
+        if handle is not None:
+            handle.arrived = True
+        return None
+
+    def _complete_all(self) -> None:
+        """Run the second halves of ops that are under way, since a buffer runs one op at a time."""
+        for hook in self.outstanding:
+            hook.complete()
+
+    def _waited(self, wanted: Tensor | None) -> list[int]:
+        """Return the nanoseconds that this rank has waited for each peer, if they are wanted."""
+        if wanted is None:
+            return []
+        each = [buffer.waited_ns() for buffer in self._exchange.buffers]
+        return [sum(waits) for waits in zip(*each, strict=True)] or [0] * self.num_ranks
+
+    def _add_waits(self, stats: Tensor | None, before: list[int]) -> None:
+        if stats is not None:
+            waits = [b - a for a, b in zip(before, self._waited(stats), strict=True)]
+            stats.add_(torch.tensor(waits, dtype=torch.int64, device=stats.device).view(stats.shape))
+
+    def _wrong_waits(self, stats: Tensor | None) -> InvalidInput | None:
+        if stats is None or (stats.dtype is torch.int64 and stats.numel() == self.num_ranks):
             return None
-        called = False
-
-        def hook() -> None:
-            nonlocal called
-            if called:
-                raise invalid(self.rank, "hook", "a second call", "one call for each op with return_recv_hook=True")
-            called = True
-            self._outstanding.remove(hook)
-            fill()
-
-        self._outstanding.append(hook)
-        return hook
+        return invalid(self.rank, "wait_recv_cost_stats", spelled(stats), f"int64 [{self.num_ranks}]")
 
     def _foreign(self) -> InvalidInput:
         return invalid(
             self.rank, "handle", "another buffer's, or a copy of its items", "one that low_latency_dispatch returned"
         )
 
-    def _too_many(self, return_recv_hook: bool, async_finish: bool) -> InvalidInput | None:
+    def _too_many(self, name: str, return_recv_hook: bool, async_finish: bool) -> InvalidInput | None:
         if async_finish and return_recv_hook:
             return invalid(self.rank, "async_finish", "True with return_recv_hook=True", "one of them")
-        if len(self._outstanding) >= MOST_OUTSTANDING:
-            got = f"a low-latency op while the hooks of {MOST_OUTSTANDING} others were not called"
+        if len(self.outstanding) >= MOST_OUTSTANDING:
+            got = f"{name} while the hooks of {MOST_OUTSTANDING} other ops were not called"
             return invalid(
                 self.rank, "return_recv_hook", got, f"at most {MOST_OUTSTANDING} outstanding ops; call a hook"
             )
@@ -216,15 +242,17 @@ class LowLatency:
             return invalid(self.rank, "topk_idx", spelled(topk_idx), f"int64 {[len(x), 'K']}")
         if len(topk_idx) != len(x) or not topk_idx.is_contiguous():
             return invalid(self.rank, "topk_idx", spelled(topk_idx), f"contiguous int64 {[len(x), 'K']}")
-        if type(most) is not int or most < 1 or self.num_ranks * most % 4 or self.num_ranks * most > _FIRST_INEXACT:
-            expected = f"a positive number that times {self.num_ranks} ranks is a multiple of 4 and at most 2^24"
+        size = [num_experts // self.num_ranks]
+        if type(most) is not int or most < 1 or self.num_ranks * most % 4 or num_experts * most >= _MOST_ROWS:
+            expected = f"a positive number that times {self.num_ranks} ranks is a multiple of 4, below 2^31 rows"
             return invalid(self.rank, "num_max_dispatch_tokens_per_rank", most, expected)
         if len(x) > most:
             message = f"x: got {len(x)} tokens, expected at most num_max_dispatch_tokens_per_rank = {most}"
             return TooManyTokens(f"rank {self.rank}: {message}", rank=self.rank)
         if use_ue8m0 and not (use_fp8 and round_scale):
             return invalid(self.rank, "use_ue8m0", True, "use_fp8=True and round_scale=True with it")
-        size = [num_experts // self.num_ranks]
+        if topk_idx.device.type == "cpu" and repeats(topk_idx):
+            return twice(self.rank)
         if stats is not None and (stats.dtype is not torch.int32 or list(stats.shape) != size):
             return invalid(self.rank, "cumulative_local_expert_recv_stats", spelled(stats), f"int32 {size}")
         needed = low_latency_bytes(most, x.shape[1], num_experts)
@@ -241,34 +269,41 @@ class LowLatency:
             return self._foreign()
         if not handle.arrived:
             return invalid(
-                self.rank, "handle", "a dispatch whose hook was never called", "its hook called before combine"
+                self.rank, "handle", "that of a low_latency_dispatch whose hook was never called", "its hook called"
             )
-        shape = [*handle.items[0].shape, handle.items[3]]
-        if not isinstance(x, Tensor) or x.dtype is not torch.bfloat16 or list(x.shape) != shape:
-            return invalid(self.rank, "x", spelled(x), f"contiguous bfloat16 {shape}")
-        if not x.is_contiguous():
-            return invalid(self.rank, "x", spelled(x), f"contiguous bfloat16 {shape}")
+        shape = (*handle.items[0].shape, handle.items[3])
+        if error := wrong_tensor(self.rank, "x", x, torch.bfloat16, shape):
+            return error
         if zero_copy and handle.combine_buffer is None:
             return invalid(self.rank, "zero_copy", True, "rows in get_next_low_latency_combine_buffer(handle)")
         sent = handle.topk_idx
-        if not isinstance(topk_idx, Tensor) or topk_idx.shape != sent.shape or topk_idx.dtype is not torch.int64:
-            return invalid(self.rank, "topk_idx", spelled(topk_idx), f"int64 {list(sent.shape)}, as dispatched")
-        if not bool(((topk_idx == sent) | (topk_idx == -1)).all()):
-            return invalid(self.rank, "topk_idx", "other experts", "those of the dispatch, or -1")
-        if not isinstance(topk_weights, Tensor) or topk_weights.dtype is not torch.float32:
-            return invalid(self.rank, "topk_weights", spelled(topk_weights), f"float32 {list(sent.shape)}")
-        if topk_weights.shape != sent.shape:
-            return invalid(self.rank, "topk_weights", spelled(topk_weights), f"float32 {list(sent.shape)}")
-        size = [len(sent), shape[-1]]
-        if out is not None and (out.dtype is not torch.bfloat16 or list(out.shape) != size or not out.is_contiguous()):
-            return invalid(self.rank, "out", spelled(out), f"contiguous bfloat16 {size}")
-        return None
+        error = wrong_tensor(self.rank, "topk_idx", topk_idx, torch.int64, sent.shape)
+        error = error or wrong_tensor(self.rank, "topk_weights", topk_weights, torch.float32, sent.shape)
+        if error is None and not torch.equal(topk_idx, sent) and not ((topk_idx == sent) | (topk_idx == -1)).all():
+            error = invalid(self.rank, "topk_idx", "other experts", "those of the dispatch, or -1")
+        if error is None and out is not None:
+            error = wrong_tensor(self.rank, "out", out, torch.bfloat16, (len(sent), shape[-1]))
+            if error is None and out.data_ptr() % _ALIGNED:
+                error = invalid(self.rank, "out", "an odd address", f"a multiple of {_ALIGNED}")
+        return error
 
 
-def _bytes(t: Tensor) -> Tensor:
-    """View one-byte codes as uint8, whose elements can be indexed."""
-    return t.view(torch.uint8) if t.itemsize == 1 else t
+def _describe(half: packed.Half, handle: LowLatencyHandle, count: Tensor, scales: Tensor | None) -> None:
+    """Write the handle's items and the rows of each expert, and the scales in columns, of a dispatch that is complete.
 
-
-def _flat(t: Tensor) -> Tensor:
-    return _bytes(t).view(-1, t.shape[-1])
+    Args:
+        scales: [L, R * M, S], written; None for rows without scales.
+    """
+    tokens, ranges, *_ = handle.items
+    plan, spec, num_local = handle.plan, handle.buffer.spec, len(ranges)
+    if tokens.device.type == "cpu":
+        given = (0, 0, 0) if scales is None else (half.outputs[-1].data_ptr(), scales.data_ptr(), scales.shape[2])
+        written = tokens.data_ptr(), ranges.data_ptr(), count.data_ptr()
+        shape = handle.buffer._engine.shape
+        _engine.describe_rows(plan.recv_plan.data_ptr(), shape, num_local, tokens.shape[1], *written, *given)
+        return
+    pulled = spec.num_ranks * spec.num_max_tokens_per_rank
+    described_by_torch(plan, pulled, pulled * min(spec.num_topk, num_local), tokens, ranges)
+    count.copy_((ranges & _COUNT).sum(1))
+    if scales is not None:
+        scales.copy_(half.outputs[-1].view(scales.shape))

@@ -13,9 +13,10 @@ from moe_rt.buffer.buffer import Buffer
 from moe_rt.buffer.handle import Handle
 from moe_rt.compat.deep_ep import home
 from moe_rt.compat.deep_ep.config import NVL_PEERS, Config
-from moe_rt.compat.deep_ep.exchange import Exchange, Rows, invalid, spelled
-from moe_rt.compat.deep_ep.layout import KnownLayouts, Layout, layout_of, per_domain, repeats
-from moe_rt.errors import InvalidInput, InvalidRouting, MoeRtError
+from moe_rt.compat.deep_ep.exchange import Exchange, Rows
+from moe_rt.compat.deep_ep.layout import Layout, differs, layout_of, local_ids, per_domain
+from moe_rt.compat.deep_ep.operands import invalid, parts_of, spelled, twice, wrong_rows, wrong_tensor
+from moe_rt.errors import InvalidInput, MoeRtError
 
 _ITEMS, _ITEMS_OF_DOMAINS = 6, 10  # of DeepEP's handles
 
@@ -32,10 +33,20 @@ class DispatchHandle(Sequence[Any]):
 
     def __init__(self, owner: Normal, routing: tuple[Tensor, Tensor], in_rank: Tensor, num_rows: int) -> None:
         self.owner, self.routing, self.in_rank, self.num_rows = owner, routing, in_rank, num_rows
-        self.plans: dict[Rows, tuple[Buffer, Handle]] = {}
+        self.plans: dict[int, tuple[Rows, Buffer, Handle]] = {}  # by the elements of a row
+
+    @property
+    def rows(self) -> Rows:
+        """Size and routing of the rows of the first dispatch."""
+        return next(iter(self.plans.values()))[0]
+
+    @property
+    def plan(self) -> Handle:
+        """Plan of the first dispatch."""
+        return next(iter(self.plans.values()))[2]
 
     def _items(self) -> Iterator[Tensor]:
-        _, plan = next(iter(self.plans.values()))
+        plan = self.plan
         rank, num_ranks = self.owner.rank, self.owner.num_ranks
         prefix = plan.offs.new_full((num_ranks, num_ranks), -1)
         prefix[:, rank] = plan.offs
@@ -64,7 +75,6 @@ class Normal:
     def __init__(self, exchange: Exchange, num_nvl_bytes: int) -> None:
         self._exchange, self._num_nvl_bytes = exchange, num_nvl_bytes
         self.rank, self.num_ranks = exchange.rank, exchange.num_ranks
-        self.known = KnownLayouts()
         self._latest: Rows | None = None  # of the last dispatch, through whose buffer peers learn of a refusal
 
     def dispatch(
@@ -73,7 +83,8 @@ class Normal:
     ) -> tuple[Any, Tensor | None, Tensor | None, list[int], DispatchHandle]:  # fmt: skip
         """Return received rows, their expert ids and weights, the number of rows of each expert, and the handle."""
         error = self._problem(x, topk_idx, topk_weights, layout, num_worst, config)
-        error = error or self._wrong_domains(domains, layout)
+        if error is None and domains is not None:
+            error = self._wrong_domains(domains, layout)
         if error is not None:
             self._exchange.refuse(self._latest, error)
         rows = self._latest = self._rows(x, topk_idx, layout)
@@ -81,37 +92,31 @@ class Normal:
             routing = self._routing_by_rank(layout.in_rank)
         else:
             assert topk_weights is not None
-            routing = topk_idx.clone(), topk_weights
+            routing = topk_idx.clone(), topk_weights.detach()
         received = self._exchange.dispatch(rows, x, *routing)
-        handle = DispatchHandle(self, (routing[0], routing[1].detach()), layout.in_rank, num_worst)
-        handle.plans[rows] = received.buffer, received.handle
+        handle = DispatchHandle(self, routing, layout.in_rank, num_worst)
+        handle.plans[rows.hidden] = rows, received.buffer, received.handle
         if num_worst:
             return (*self._worst_case(received, num_worst), [], handle)
-        num_rows = handle.num_rows = int(received.handle.offs[-1])
+        num_rows = handle.num_rows = received.handle.offs.tolist()[-1]
         recv_x = tuple(part[:num_rows] for part in received.x) if type(x) is tuple else received.x[:num_rows]
         if topk_idx is None:
             return recv_x, None, None, self._counts(layout.per_expert, alignment), handle
         assert received.handle.recv_topk_idx is not None
-        ids = received.handle.recv_topk_idx[:num_rows]
-        counts = torch.bincount((ids + 1).flatten(), minlength=received.buffer.num_local_experts + 1).tolist()[1:]
-        if alignment > 1:
-            counts = [-(-count // alignment) * alignment for count in counts]
-        return recv_x, ids.long(), received.weights[:num_rows], counts, handle
+        ids, counts = local_ids(received.handle.recv_topk_idx[:num_rows], rows.num_experts // self.num_ranks, alignment)
+        return recv_x, ids, received.weights[:num_rows], counts, handle
 
     def again(self, x: Any, handle: DispatchHandle, config: Config) -> Any:
         """Return the rows of x, routed as in the dispatch of the handle."""
         error = self._wrong_rows(x, len(handle.in_rank), config, 0) if handle.owner is self else self._foreign()
-        rows = next(iter(handle.plans)) if error is not None else self._like(handle, x)
         if error is not None:
-            self._exchange.refuse(rows if handle.owner is self else None, error)
+            self._exchange.refuse(handle.rows if handle.owner is self else None, error)
+        rows = handle.rows._replace(hidden=(x[0] if type(x) is tuple else x).shape[1])
         received = self._exchange.dispatch(rows, x, *handle.routing)
-        handle.plans[rows] = received.buffer, received.handle
-        num_rows = handle.num_rows
-        return (
-            tuple(first_rows(part, num_rows) for part in received.x)
-            if type(x) is tuple
-            else first_rows(received.x, num_rows)
-        )
+        handle.plans[rows.hidden] = rows, received.buffer, received.handle
+        if type(x) is tuple:
+            return tuple(first_rows(part, handle.num_rows) for part in received.x)
+        return first_rows(received.x, handle.num_rows)
 
     def combine(
         self, x: Tensor, handle: DispatchHandle, topk_weights: Tensor | None, bias: Sequence[Tensor]
@@ -120,7 +125,7 @@ class Normal:
         error = self._unfit(x, handle, topk_weights, bias)
         if error is not None:
             self._refuse_combine(handle, bool(bias), error)
-        buffer, plan = handle.plans.get(self._like(handle, x), (None, None))
+        _, buffer, plan = handle.plans.get(x.shape[1], (None, None, None))
         sources = None
         if bias or buffer is None or plan is None:
             sources = self._sources(handle)
@@ -128,7 +133,7 @@ class Normal:
             rows = home.send_home(self._exchange, x, None, sources)
             out = home.add_in_order(rows, self._places(handle), first).to(x.dtype)
         else:
-            capacity = len(plan.recv_topk_idx) if plan.recv_topk_idx is not None else 0
+            capacity = buffer.capacity  # the worst case may have more rows
             out = buffer.combine(x if len(x) <= capacity else x[:capacity], None, plan)
         if topk_weights is None:
             return out, None
@@ -141,7 +146,7 @@ class Normal:
     def _refuse_combine(self, handle: Any, bias: bool, error: MoeRtError) -> NoReturn:
         """Raise the error on every rank, in the buffer through which peers combine."""
         own = isinstance(handle, DispatchHandle) and handle.owner is self
-        rows = next(iter(handle.plans)) if own else self._latest
+        rows = handle.rows if own else self._latest
         buffer = self._exchange.of(rows)
         if bias and rows is not None:
             self._exchange.refuse(home.size_of(rows.hidden, self.num_ranks), error)
@@ -151,7 +156,7 @@ class Normal:
 
     def _sources(self, handle: DispatchHandle) -> Tensor:
         """Return int64 [N, 1]: the source rank of each received row; -1 for rows of the worst case."""
-        _, plan = next(iter(handle.plans.values()))
+        plan = handle.plan
         rows = torch.arange(handle.num_rows, dtype=torch.int32, device=plan.offs.device)
         sources = torch.searchsorted(plan.offs, rows, right=True)
         return sources.where(rows < plan.offs[-1], -1).unsqueeze(1)
@@ -159,18 +164,13 @@ class Normal:
     def _places(self, handle: DispatchHandle) -> Tensor:
         """Return int64 [T, J]: where the rows of each token arrive at home, in rank order."""
         ranks = torch.arange(self.num_ranks, device=handle.in_rank.device)
-        return home.in_front(
-            home.places_at_home(torch.where(handle.in_rank, ranks, -1)), next(iter(handle.plans)).num_topk
-        )
+        return home.in_front(home.places_at_home(torch.where(handle.in_rank, ranks, -1)), handle.rows.num_topk)
 
     def _rows(self, x: Any, topk_idx: Tensor | None, layout: Layout) -> Rows:
         hidden = (x[0] if type(x) is tuple else x).shape[1]
         if topk_idx is None:
             return Rows("tokens", hidden, self.num_ranks, self.num_ranks, torch.bfloat16)
         return Rows("tokens", hidden, topk_idx.shape[1], len(layout.per_expert), torch.bfloat16)
-
-    def _like(self, handle: DispatchHandle, x: Any) -> Rows:
-        return next(iter(handle.plans))._replace(hidden=(x[0] if type(x) is tuple else x).shape[1])
 
     def _routing_by_rank(self, in_rank: Tensor) -> tuple[Tensor, Tensor]:
         """Return a routing over one expert per rank that visits the same ranks, and its weights."""
@@ -223,53 +223,38 @@ class Normal:
             if num_worst:
                 return invalid(self.rank, "num_worst_tokens", num_worst, "topk_idx and topk_weights with it")
             return self._wrong_layout(None, layout)
-        for name, t, dtype in (("topk_idx", topk_idx, torch.int64), ("topk_weights", topk_weights, torch.float32)):
-            shape = [num_tokens, num_topk]
-            if not isinstance(t, Tensor) or t.dtype is not dtype or list(t.shape) != shape or not t.is_contiguous():
-                return invalid(self.rank, name, spelled(t), f"{dtype} {shape}, contiguous")
+        shape = (num_tokens, num_topk)
+        error = wrong_tensor(self.rank, "topk_idx", topk_idx, torch.int64, shape)
+        if error := error or wrong_tensor(self.rank, "topk_weights", topk_weights, torch.float32, shape):
+            return error
         if (
             num_worst
             and num_worst < self.num_ranks * num_tokens
             and num_worst < int(layout.in_rank[:, self.rank].sum())
         ):
             return invalid(self.rank, "num_worst_tokens", num_worst, "at least the number of received tokens")
-        return None if self.known.knows(topk_idx, layout) else self._wrong_layout(topk_idx, layout)
+        if num_worst and topk_idx.device.type != "cpu":  # the host reads nothing of it
+            return None
+        return self._wrong_layout(topk_idx, layout) if differs(topk_idx, layout) else None
 
     def _wrong_rows(self, x: Any, num_tokens: int, config: Config, num_topk: int) -> InvalidInput | None:
-        codes, scales = x if type(x) is tuple and len(x) == 2 else (x, None)
-        size = 2 if scales is None else 1
-        expected = f"contiguous bfloat16 [{num_tokens}, H], or a tuple of fp8 [{num_tokens}, H] and its scales"
-        if not isinstance(codes, Tensor) or codes.dim() != 2 or not codes.is_contiguous() or len(codes) != num_tokens:
-            return invalid(self.rank, "x", spelled(codes), expected)
-        if (
-            codes.itemsize != size
-            or (scales is None and codes.dtype is not torch.bfloat16)
-            or codes.shape[1] * size % 16
-        ):
-            return invalid(self.rank, "x", spelled(codes), f"{expected}, rows of a multiple of 16 bytes")
-        if scales is not None and (
-            not isinstance(scales, Tensor) or scales.dim() != 2 or len(scales) != num_tokens
-            or scales.dtype not in (torch.float32, torch.int32)
-        ):  # fmt: skip
-            return invalid(self.rank, "x", spelled(scales), f"scales of float32 or int32 [{num_tokens}, S]")
+        if error := wrong_rows(self.rank, x, num_tokens):
+            return error
+        codes, scales = parts_of(x)
         num_scales = 0 if scales is None else scales.shape[1]
-        needed = config.nvl_bytes(self.num_ranks, codes.shape[1] * size, num_topk, num_scales)
-        if needed > self._num_nvl_bytes:
-            return invalid(
-                self.rank, "num_nvl_bytes", self._num_nvl_bytes, f"{needed}, as DeepEP needs for this config"
-            )
-        return None
+        needed = config.nvl_bytes(self.num_ranks, codes.shape[1] * codes.itemsize, num_topk, num_scales)
+        if needed <= self._num_nvl_bytes:
+            return None
+        return invalid(self.rank, "num_nvl_bytes", self._num_nvl_bytes, f"{needed}, as DeepEP needs for this config")
 
     def _wrong_counts(self, layout: Layout, num_tokens: int) -> InvalidInput | None:
         num_experts = len(layout.per_expert) if isinstance(layout.per_expert, Tensor) else 0
-        given = {
-            "num_tokens_per_rank": (layout.per_rank, torch.int32, [self.num_ranks]),
-            "num_tokens_per_expert": (layout.per_expert, torch.int32, [num_experts]),
-            "is_token_in_rank": (layout.in_rank, torch.bool, [num_tokens, self.num_ranks]),
-        }
-        for name, (t, dtype, shape) in given.items():
-            if not isinstance(t, Tensor) or t.dtype is not dtype or list(t.shape) != shape or not t.is_contiguous():
-                return invalid(self.rank, name, spelled(t), f"contiguous {dtype} {shape}")
+        if error := (
+            wrong_tensor(self.rank, "num_tokens_per_rank", layout.per_rank, torch.int32, (self.num_ranks,))
+            or wrong_tensor(self.rank, "num_tokens_per_expert", layout.per_expert, torch.int32, (num_experts,))
+            or wrong_tensor(self.rank, "is_token_in_rank", layout.in_rank, torch.bool, (num_tokens, self.num_ranks))
+        ):
+            return error
         if not num_experts or num_experts % self.num_ranks:
             expected = f"a multiple of {self.num_ranks} ranks"
             return invalid(self.rank, "num_tokens_per_expert", f"{num_experts} experts", expected)
@@ -297,10 +282,7 @@ class Normal:
             return invalid(self.rank, "is_token_in_rank", "another routing's", "that of topk_idx (get_dispatch_layout)")
         if not torch.equal(own.per_expert, layout.per_expert):
             return invalid(self.rank, "num_tokens_per_expert", "another routing's", "that of topk_idx")
-        if repeats(topk_idx):
-            message = "topk_idx: got an expert twice for a token, expected different experts; sum their weights first"
-            return InvalidRouting(f"rank {self.rank}: {message}", rank=self.rank)
-        return None
+        return twice(self.rank)
 
     def _unfit(self, x: Any, handle: Any, topk_weights: Tensor | None, bias: Sequence[Tensor]) -> InvalidInput | None:
         if not isinstance(handle, DispatchHandle) or handle.owner is not self:

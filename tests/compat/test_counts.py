@@ -1,0 +1,71 @@
+"""What deep_ep counts in C++ equals what it counts with torch on other devices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compat.oracle import expert_rows, make_job
+from compat.test_normal import on_ranks
+
+from moe_rt.compat import deep_ep
+from moe_rt.compat.deep_ep import layout as layouts
+
+RANKS = 4
+
+
+def routing(num_tokens: int, num_topk: int, num_experts: int) -> torch.Tensor:
+    ids = torch.rand(num_tokens, num_experts).argsort(1)[:, :num_topk].contiguous()
+    ids[torch.rand(ids.shape) < 0.25] = -1
+    return ids
+
+
+@pytest.mark.parametrize(("tokens", "topk", "experts"), [(0, 2, 4), (1, 1, 4), (37, 3, 8), (64, 8, 60)])
+def test_a_layout(tokens: int, topk: int, experts: int) -> None:
+    ids = routing(tokens, topk, experts)
+    ids[: tokens // 2, :1] = experts + 5  # no expert
+    found, right = (count(ids, experts, RANKS) for count in (layouts.layout_of, layouts.counted_by_torch))
+    for one, other in zip(found, right, strict=True):
+        assert one.dtype is other.dtype
+        assert torch.equal(one, other)
+    assert not layouts.differs(ids, found)
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_a_count_that_is_one_off(which: int) -> None:
+    ids = routing(9, 2, 8)
+    layout = layouts.layout_of(ids, 8, RANKS)
+    last = layout[which].view(-1)[-1:]
+    last.copy_(~last if last.dtype is torch.bool else last + 1)
+    assert layouts.differs(ids, layout)
+
+
+def test_an_expert_named_twice() -> None:
+    ids = routing(9, 3, 8)
+    assert not layouts.repeats(ids)
+    ids[4] = torch.tensor([6, -1, 6])
+    assert layouts.repeats(ids)
+    assert layouts.differs(ids, layouts.counted_by_torch(ids, 8, RANKS))
+    ids[4] = -1
+    assert not layouts.repeats(ids)
+
+
+def test_ids_become_wide_and_are_counted() -> None:
+    ids = torch.tensor([[0, -1], [2, 0], [-1, -1]], dtype=torch.int32)
+    wide, counts = layouts.local_ids(ids, 3, 4)
+    assert torch.equal(wide, ids.long())
+    assert counts == [4, 0, 4]
+
+
+def test_rows_at_fixed_places_are_described() -> None:
+    job = make_job(2, [5, 16], 128, 3, 8)
+
+    def work(buffer: deep_ep.Buffer, rank: int) -> None:
+        _, _, handle, _, _ = buffer.low_latency_dispatch(job.x[rank], job.topk_idx[rank], 16, 8, use_fp8=False)
+        tokens, ranges = torch.zeros_like(handle[0]), torch.zeros_like(handle[1])
+        layouts.described_by_torch(handle.plan, 2 * 16, 2 * 16 * 3, tokens, ranges)
+        assert torch.equal(ranges, handle[1])
+        for expert in range(4):
+            number = len(expert_rows(job, rank, expert))
+            assert torch.equal(tokens[expert, :number], handle[0][expert, :number])
+
+    on_ranks(job, work)
