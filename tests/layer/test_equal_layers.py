@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from layer.cases_equal_layers import part_of_layer, sequences_of_layer
+from layer.cases_equal_layers import make_batch, part_of_layer, sequences_of_layer
+from layer.cases_layer import config
 from support.ranks import ThreadRanks
 from torch import Tensor
 
@@ -59,6 +60,23 @@ def test_replicated_modules_over_sequences(kind: str, dtype: torch.dtype) -> Non
             check_bits(
                 f"{name}, {size} ranks", torch.cat(of_ranks) if experts else tree_sum(torch.stack(of_ranks)), wanted
             )
+
+
+def test_compiled() -> None:
+    """A compiled layer has the bits of the eager one, gradients of the router and the shared expert included."""
+    torch._dynamo.reset()
+    layer = MoELayer(config(sums="invariant", shared_intermediate=64, shared_gate=True, num_max_tokens_per_rank=64))
+    x = make_batch(64, torch.float32)[0].view(4, 16, -1)
+    results = []
+    for run in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+        layer.zero_grad()
+        out, aux = run(x)
+        (out.square().sum() + aux.loss).backward()
+        results.append({name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None})
+    assert results[0].keys() == results[1].keys()
+    for name, grad in results[0].items():
+        check_bits(name, results[1][name], grad)
+    layer.buffer.close()
 
 
 def test_the_tree() -> None:
