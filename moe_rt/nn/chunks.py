@@ -85,7 +85,8 @@ class Chunk:
         self._exchange = overlap.Exchange(self.buffer, self.tag)
         self._given = overlap.CombineFinish.apply(self.y, self.recv_weights, self._exchange)
         with torch.no_grad():
-            self._exchange.receive = self.buffer.combine(*self._given, self.handle, wait=False).wait
+            y, recv_weights = self._given
+            self._exchange.receive = self.buffer.combine(y, recv_weights, self.handle, wait=False).wait
 
     def end_combine(self) -> None:
         if self.split:

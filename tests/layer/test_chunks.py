@@ -49,7 +49,7 @@ def overlapped(num_chunks: int) -> list[str]:
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 3, 5])
 def test_order(make_ranks: MakeRanks, num_chunks: int) -> None:
-    """Between an op's halves are the experts of another chunk; the order of backward is the reverse one."""
+    """Experts of another chunk run between the halves of an op. The order of backward is the reverse one."""
     for _, _, forward, backward, _ in make_ranks("shm", 2).run(cases.gradients, "plain", num_chunks):
         if num_chunks == 1:
             assert forward == ["half-way", "experts"]
