@@ -103,7 +103,7 @@ def step(layers: nn.ModuleList, x: Tensor, stopwatch: Stopwatch, buffer: Buffer)
 
 
 def compute_alone(layers: nn.ModuleList, x: Tensor) -> dict[str, float]:
-    """Run what a step computes beside its exchanges, with rows that were dispatched before."""
+    """Run a step without its exchanges, on rows that were dispatched before."""
     given = []
     for layer in layers:
         idx, weights, _ = layer.router(x.detach())

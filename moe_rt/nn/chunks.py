@@ -85,7 +85,8 @@ class Chunk:
         self._exchange = overlap.Exchange(self.buffer, self.tag)
         self._given = overlap.CombineFinish.apply(self.y, self.recv_weights, self._exchange)
         with torch.no_grad():
-            self._exchange.receive = self.buffer.combine(*self._given, self.handle, wait=False).wait
+            y, recv_weights = self._given
+            self._exchange.receive = self.buffer.combine(y, recv_weights, self.handle, wait=False).wait
 
     def end_combine(self) -> None:
         if self.split:
@@ -105,6 +106,7 @@ def run(
 
     Args:
         batch: rows [T, H], topk_idx [T, K], topk_weights [T, K]. The sizes of chunks differ by one token at most.
+        num_chunks: at least 2.
         experts: runs the experts on a chunk's recv_x and returns y.
         calls_half_way: the experts call `half_way`, and nothing runs them again in backward.
 
@@ -133,7 +135,7 @@ def _compute_during(
     calls_half_way: bool,
 ) -> None:
     """Run the experts while the ops of `turns`, one or two, are under way, one after the other."""
-    (begin, end), *others = turns or [(_nothing, _nothing)]
+    (begin, end), *others = turns
 
     def turn() -> None:
         nonlocal end
@@ -144,17 +146,15 @@ def _compute_during(
     begin()
     if others and calls_half_way:
         _thread.turn = turn
-    try:
+        try:
+            chunk.y = experts(chunk)
+        finally:
+            _thread.turn = None
+    else:
         chunk.y = experts(chunk)
-    finally:
-        _thread.turn = None
     if others:
         turn()
     end()
-
-
-def _nothing() -> None:
-    """Do nothing, for a batch in one chunk."""
 
 
 def number(wanted: int | Literal["auto"], buffer: Buffer) -> int:

@@ -52,7 +52,8 @@ def has_gain(buffer: Buffer, experts: nn.Module, rows: Tensor, topk_weights: Ten
 def over_network(buffer: Buffer) -> bool:
     """Return whether rows travel between the halves."""
     traits = HEAPS[buffer.heap]
-    return buffer.num_ranks > 1 and traits.network and not traits.gpu  # on GPUs nothing was measured
+    by_threads = traits.network and not traits.gpu and buffer.route == "flat"  # on GPUs nothing was measured
+    return buffer.num_ranks > 1 and by_threads
 
 
 def dispatch(

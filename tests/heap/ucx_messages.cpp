@@ -87,6 +87,21 @@ int64_t bytes_coming(const Rank& at, Ask ask) {
   return bytes;
 }
 
+// Put two poison words, and lose the peer.
+void keep_the_first_poison(Rank& a, Rank& b, std::mt19937& random) {
+  UcxPeer& peer = a.peers[1];
+  peer.put(kLayout.poison, &kCause, sizeof(kCause));
+  while (arrives(b, random)) {
+  }
+  peer.put(kLayout.poison, &kConsequence, sizeof(kConsequence));
+  while (arrives(a, random) || arrives(b, random)) {
+  }
+  uint64_t poison;
+  std::memcpy(&poison, b.segment + kLayout.poison, sizeof(poison));
+  expect(poison == kCause, "a later poison took the place of the first");
+  peer.lose("test");
+}
+
 bool has_small(const Rank& at, int64_t place, int64_t count, uint32_t first) {
   for (int64_t i = 0; i < count; ++i) {
     uint32_t value;
@@ -150,16 +165,7 @@ void keep_promises(unsigned seed) {
     expect(!std::memcmp(b.segment + rows + bytes, &round, sizeof(round)), "a word was not there when flushed");
     expect(!std::memcmp(here.data(), there.data(), bytes), "what was got was not here when flushed");
   }
-  peer.put(kLayout.poison, &kCause, sizeof(kCause));
-  while (arrives(b, random)) {
-  }
-  peer.put(kLayout.poison, &kConsequence, sizeof(kConsequence));
-  while (arrives(a, random) || arrives(b, random)) {
-  }
-  uint64_t poison;
-  std::memcpy(&poison, b.segment + kLayout.poison, sizeof(poison));
-  expect(poison == kCause, "a later poison took the place of the first");
-  peer.lose("test");
+  keep_the_first_poison(a, b, random);
 }
 
 // Send rows of which not all may be in flight; check the reports on them, and that a last word does not wait for them.

@@ -49,7 +49,7 @@ def overlapped(num_chunks: int) -> list[str]:
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 3, 5])
 def test_order(make_ranks: MakeRanks, num_chunks: int) -> None:
-    """Between an op's halves are the experts of another chunk; the order of backward is the reverse one."""
+    """Experts of another chunk run between the halves of an op. The order of backward is the reverse one."""
     for _, _, forward, backward, _ in make_ranks("shm", 2).run(cases.gradients, "plain", num_chunks):
         if num_chunks == 1:
             assert forward == ["half-way", "experts"]
@@ -96,10 +96,12 @@ def test_wrong_numbers(wrong: Any) -> None:
 def test_auto_depends_on_what_all_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is 1 unless rows travel between the halves and are many."""
     spec = SimpleNamespace(hidden=1024, dtype=torch.float32, num_max_tokens_per_rank=2048)
-    buffer: Any = SimpleNamespace(num_ranks=2, heap="ucx", spec=spec)
+    buffer: Any = SimpleNamespace(num_ranks=2, heap="ucx", route="flat", spec=spec)
     assert chunks.number(7, buffer) == 7
     assert chunks.number("auto", buffer) > 1
     spec.num_max_tokens_per_rank = 512
     assert chunks.number("auto", buffer) == 1
     spec.num_max_tokens_per_rank, buffer.heap = 2048, "shm"
+    assert chunks.number("auto", buffer) == 1
+    buffer.heap, buffer.route = "ucx", "two_level"
     assert chunks.number("auto", buffer) == 1

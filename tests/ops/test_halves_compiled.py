@@ -78,7 +78,7 @@ def test_schemas() -> None:
 
 
 def let_repeat(buffer: Buffer) -> None:
-    """Let torch call each half alone, and again: the first is ended at once, and the second runs the whole op."""
+    """Let torch call either half any number of times: the first is also ended, and the second runs the whole op."""
     engine: Any = buffer._engine
 
     def begin(name: str, *given: Any) -> Tensor:

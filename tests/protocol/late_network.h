@@ -6,7 +6,6 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <functional>
@@ -27,7 +26,7 @@ class LateNetwork final : public Network {
     for (size_t r = 0; r < segments.size(); ++r) peers_[r].segment = reinterpret_cast<char*>(segments[r]);
   }
   ~LateNetwork() override {
-    ends_ = true;
+    store_release(ends_, 1u);
     if (thread_.joinable()) thread_.join();
   }
 
@@ -66,13 +65,13 @@ class LateNetwork final : public Network {
     move();
     kept_->go_on();
   }
-  void begin_driving() override { driven_ = true; }
-  void end_driving() override { driven_ = false; }
+  void begin_driving() override { store_release(driven_, 1u); }
+  void end_driving() override { store_release(driven_, 0u); }
   void keep(std::shared_ptr<Background> background, const char*) override {
     kept_ = std::move(background);
     thread_ = std::thread([this] {
-      for (; !ends_; std::this_thread::sleep_for(std::chrono::microseconds(100))) {
-        if (!driven_) drive();
+      for (; !load_acquire(ends_); std::this_thread::sleep_for(std::chrono::microseconds(100))) {
+        if (!load_acquire(driven_)) drive();
       }
     });
   }
@@ -113,7 +112,7 @@ class LateNetwork final : public Network {
   std::mt19937 random_;
   std::shared_ptr<Background> kept_;
   mutable std::mutex mutex_;
-  std::atomic<bool> driven_ = false, ends_ = false;
+  uint32_t driven_ = 0, ends_ = 0;
   std::thread thread_;
 };
 

@@ -37,6 +37,7 @@ def draw_config(draw: random.Random, num_ranks: int) -> MoEConfig:
         biases=draw.random() < 0.5,
         shared_intermediate=draw.choice([None, None, 8]),
         aux_loss_coef=draw.choice([0.0, 0.1]),
+        num_chunks=draw.choice([1, 1, 2, 3]),
         overflow="retry",
         capacity_factor=draw.choice([None, 0.5]),
         timeout_s=60.0,

@@ -65,7 +65,10 @@ class OpSpans:
 
 
 def trace_layer(world: World, buffer: Buffer, steps: Sequence[Step], name: str) -> list[dict[str, Any]]:
-    """Run a few of the last one of the steps. Return the events of all ranks in Chrome's format; times are in us."""
+    """Run a few of the last one of the steps. Return the events of all ranks in Chrome's format.
+
+    Times are in ns, as integers: floats of a document are rounded.
+    """
     ops = OpSpans(buffer)
     for i in range(STEPS):
         world.meet(False)
@@ -78,11 +81,13 @@ def trace_layer(world: World, buffer: Buffer, steps: Sequence[Step], name: str) 
             place = {"pid": f"{name} {rank}", "tid": lane}
             events.append(dict(name="thread_sort_index", ph="M", args={"sort_index": LANES.index(lane)}, **place))
             for _, what, begin, end in (span for span in json.loads(text) if span[0] == lane):
-                events.append(dict(name=what, ph="X", ts=begin / 1e3, dur=(end - begin) / 1e3, **place))
+                events.append(dict(name=what, ph="X", ts=begin, dur=end - begin, **place))
     return events
 
 
 def write_traces(runs: Sequence[dict[str, Any]], path: Path) -> None:
     """Write the events of all runs to a file that https://ui.perfetto.dev opens, and take them from the runs."""
     events = [event for run in runs for event in run.pop("trace", [])]
+    for event in events:
+        event.update({name: event[name] / 1e3 for name in ("ts", "dur") if name in event})
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
