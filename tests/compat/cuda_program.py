@@ -43,6 +43,7 @@ def devices():
     free, total = torch.cuda.mem_get_info()
     assert 0 < free <= total
     assert 0 < torch.cuda.memory_allocated() <= torch.cuda.max_memory_allocated()
+    assert torch.cuda.memory_stats()["allocated_bytes.all.current"] > 0
 
 
 def streams_and_amp():
@@ -83,6 +84,7 @@ def refusals():
     raises("torch.cuda.graph:", lambda: torch.cuda.graph(None))
     raises("triton kernel double_kernel", lambda: double_kernel[(1,)](torch.ones(1), 1))
     raises("torch.cuda.set_device", lambda: torch.cuda.set_device(10_000))
+    raises("torch.cuda.get_device_properties", lambda: torch.cuda.get_device_properties(10_000))
 
 
 def groups():

@@ -51,7 +51,8 @@ def test_an_expert_named_twice() -> None:
 
 def test_ids_become_wide_and_are_counted() -> None:
     ids = torch.tensor([[0, -1], [2, 0], [-1, -1]], dtype=torch.int32)
-    wide, counts = layouts.local_ids(ids, 3, 4)
+    plan = torch.cat([torch.tensor([7, 7]), ids.flatten(), torch.tensor([1])]).int()
+    wide, counts = layouts.local_ids(plan, 2, 3, 2, 3, 4)
     assert torch.equal(wide, ids.long())
     assert counts == [4, 0, 4]
 

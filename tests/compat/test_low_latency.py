@@ -185,6 +185,16 @@ def test_two_ops_may_be_outstanding() -> None:
     on_ranks(job, work)
 
 
+def test_another_default_dtype() -> None:
+    """DeepEP's own tests make bfloat16 the default."""
+    job = make_job(2, [8, 8], 128, 3, 4)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        on_ranks(job, lambda buffer, rank: check_packing(job, rank, *dispatch(buffer, job, rank, use_fp8=False)[1:3]))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_bits_are_the_same_in_every_run() -> None:
     job = make_job(2, [16, 16], 512, 3, 8)
 

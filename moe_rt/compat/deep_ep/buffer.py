@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar, NoReturn
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from moe_rt.compat.deep_ep.config import Config, low_latency_hint, queue_of
 from moe_rt.compat.deep_ep.exchange import Exchange, ungraded
-from moe_rt.compat.deep_ep.layout import Layout, layout_of, per_domain
+from moe_rt.compat.deep_ep.layout import Layout, per_domain
 from moe_rt.compat.deep_ep.low_latency import LowLatency, LowLatencyHandle
 from moe_rt.compat.deep_ep.normal import DispatchHandle, Normal, biases
 from moe_rt.compat.deep_ep.operands import invalid, spelled
@@ -22,6 +23,11 @@ from moe_rt.group.groups import Group
 _DISPATCH = {2: (24, 256, 6, 128), 4: (6, 256, 6, 128), 16: (36, 288, 20, 128), 24: (32, 288, 8, 128)}
 _COMBINE = {2: (10, 256, 6, 128), 4: (9, 256, 6, 128), 8: (4, 256, 6, 128), 16: (4, 288, 12, 128), 24: (1, 288, 8, 128)}
 _MASKS = "enable_shrink=False; moe_rt.elastic continues without dead ranks"
+
+
+@functools.cache
+def _default_config(num_ranks: int, num_sms: int) -> Config:
+    return queue_of(_DISPATCH, num_ranks, num_sms)
 
 
 class Buffer:
@@ -155,7 +161,7 @@ class Buffer:
             raise invalid(self.rank, "num_experts", num_experts, f"a multiple of {self.group_size} ranks")
         if not isinstance(topk_idx, Tensor) or topk_idx.dtype is not torch.int64 or topk_idx.dim() != 2:
             raise invalid(self.rank, "topk_idx", spelled(topk_idx), "int64 [T, K]")
-        layout = layout_of(topk_idx, num_experts, self.group_size)
+        layout = self._normal.known.compute(topk_idx, num_experts, self.group_size)
         event = event_of(async_finish, topk_idx)
         return layout.per_rank, per_domain(layout.in_rank), layout.per_expert, layout.in_rank, event
 
@@ -196,7 +202,7 @@ class Buffer:
             MoeRtError: see moe_rt.Buffer.dispatch. Wrong operands raise InvalidInput on every rank.
         """
         self._require_open()
-        config = config or self.get_dispatch_config(self.group_size)
+        config = config or _default_config(self.group_size, Buffer.num_sms)
         if handle is not None:
             if not isinstance(handle, DispatchHandle) or topk_idx is not None or topk_weights is not None:
                 expected = "that of a dispatch, without topk_idx and topk_weights"

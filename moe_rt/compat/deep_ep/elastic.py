@@ -355,8 +355,7 @@ def _results(received: Received, handle: EPHandle, zero: bool, columns: bool) ->
             for part in (*parts, weights):
                 part.view(torch.uint8 if part.itemsize == 1 else part.dtype)[~of.real] = 0
     else:
-        assert received.handle.recv_topk_idx is not None
-        ids = first_rows(received.handle.recv_topk_idx, num_rows).where(handle.there.unsqueeze(1), -1).long()
+        ids = first_rows(received.ids, num_rows).where(handle.there.unsqueeze(1), -1).long()
     if len(parts) == 1:
         return parts[0], ids, weights
     return (parts[0], columns_of(parts[1]) if columns else parts[1]), ids, weights

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moe_rt.buffer.buffer import Buffer
 from moe_rt.buffer.handle import Handle
+from moe_rt.compat.deep_ep.operands import parts_of
 from moe_rt.config.options import RecvLayout, Sums
 from moe_rt.errors import ConfigMismatch, InvalidInput, MoeRtError, Op, TooManyTokens
 from moe_rt.group.groups import Group, rendezvous_of
@@ -38,12 +39,20 @@ class Rows(NamedTuple):
 
 
 class Received(NamedTuple):
-    """Result of a dispatch: rows as moe_rt.Buffer.dispatch returns them, and the buffer that combines them."""
+    """Result of a dispatch as moe_rt.Buffer.dispatch returns it, and the buffer that combines its rows."""
 
     x: Any
     weights: Tensor
     handle: Handle
     buffer: Buffer
+
+    @property
+    def ids(self) -> Tensor:
+        """The handle's recv_topk_idx, which is made when it is first needed."""
+        if self.handle.recv_topk_idx is None:
+            self.buffer._attach_views(self.handle, self.weights)
+        assert self.handle.recv_topk_idx is not None
+        return self.handle.recv_topk_idx
 
 
 class Exchange:
@@ -96,8 +105,15 @@ class Exchange:
                 write(x)
             else:  # dispatch refuses it, on every rank
                 x = weights.new_empty(num_tokens, spec.hidden, dtype=spec.dtype)
-        recv_x, recv_weights, handle = buffer.dispatch(x, topk_idx, weights, max_tokens=most)
-        return Received(recv_x, recv_weights, handle, buffer)
+        if weights.dtype is not torch.float32:  # another default dtype
+            weights = weights.float()
+        codes, scales = parts_of(x)
+        # The engine itself: neither autograd nor torch's dispatcher sees ops of DeepEP.
+        recv_x, recv_weights, offs, recv_plan, send_plan, *recv_scales = buffer._engine.dispatch(
+            codes, topk_idx, weights, 0, most, scaled=scales is not None, scales=scales
+        )
+        handle = Handle(offs=offs, recv_plan=recv_plan, send_plan=send_plan, tag=0)
+        return Received((recv_x, *recv_scales) if recv_scales else recv_x, recv_weights, handle, buffer)
 
     def of(self, rows: Rows | None) -> Buffer | None:
         """Return the buffer of such rows, or None. Local."""

@@ -53,8 +53,7 @@ class EPHandle:
     def fill(self, received: Received, num_ranks: int, do_cpu_sync: bool) -> None:
         """Set all attributes from the dispatch's result. Only do_cpu_sync makes the host wait for it."""
         plan, num_topk = received.handle, self.topk_idx.shape[1]
-        ids = plan.recv_topk_idx
-        assert ids is not None
+        ids = received.ids
         offs, num_local, align = plan.offs, self.num_experts // num_ranks, self.expert_alignment
         worst = num_ranks * self.num_max_tokens_per_rank
         num_rows = self.num_recv_tokens = int(offs[-1]) if do_cpu_sync else worst

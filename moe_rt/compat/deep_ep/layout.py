@@ -28,6 +28,35 @@ class Layout(NamedTuple):
     in_rank: Tensor
 
 
+class KnownLayout:
+    """The last layout that this rank computed, so that a dispatch with its tensors need not check them."""
+
+    def __init__(self) -> None:
+        self._tensors: tuple[Tensor, ...] = ()
+        self._versions: list[int] = []
+
+    def compute(self, topk_idx: Tensor, num_experts: int, num_ranks: int) -> Layout:
+        """Return the layout, and remember both as they are now, unless a token names an expert twice.
+
+        A GPU's routing is not searched for repetitions, since the host would have to wait for it.
+        """
+        layout = layout_of(topk_idx, num_experts, num_ranks)
+        tensors = (topk_idx, *layout)
+        known = topk_idx.device.type != "cpu" or (topk_idx.is_contiguous() and not repeats(topk_idx))
+        known = known and not any(t.is_inference() for t in tensors)  # these count no versions
+        self._tensors = tensors if known else ()
+        self._versions = [t._version for t in self._tensors]
+        return layout
+
+    def knows(self, topk_idx: Tensor | None, layout: Layout) -> bool:
+        """True if these are the remembered tensors, and nothing was written to them since."""
+        if not self._tensors or topk_idx is not self._tensors[0]:
+            return False
+        _, per_rank, per_expert, in_rank = self._tensors
+        same = layout.per_rank is per_rank and layout.per_expert is per_expert and layout.in_rank is in_rank
+        return same and self._versions == [t._version for t in self._tensors]
+
+
 def layout_of(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Layout:
     """Count a routing. An id outside [0, num_experts) names no expert."""
     if topk_idx.device.type != "cpu":
@@ -85,16 +114,28 @@ def repeats(topk_idx: Tensor) -> bool:
     return bool(((ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] >= 0)).any())
 
 
-def local_ids(ids: Tensor, num_local: int, alignment: int) -> tuple[Tensor, list[int]]:
-    """Return local expert ids int32 [N, K] as int64, and each expert's number of entries, rounded up.
+def local_ids(
+    plan: Tensor, begin: int, num_rows: int, num_topk: int, num_local: int, alignment: int
+) -> tuple[Tensor, list[int]]:
+    """Return local expert ids int64 [N, K], and each expert's number of entries, rounded up.
 
     The host reads the ids.
+
+    Args:
+        plan: int32, with the ids from index `begin` on.
     """
-    if ids.device.type != "cpu":
+    if plan.device.type != "cpu":
+        ids = plan[begin : begin + num_rows * num_topk].view(num_rows, num_topk).long()
         counts = torch.bincount((ids + 1).flatten(), minlength=num_local + 1).tolist()[1:]
-        return ids.long(), [-(-count // alignment) * alignment for count in counts]
-    wide = ids.new_empty(ids.shape, dtype=torch.int64)
-    return wide, _engine.widen_ids(ids.data_ptr(), ids.numel(), num_local, alignment, wide.data_ptr())
+        return ids, [-(-count // alignment) * alignment for count in counts]
+    ids = plan.new_empty(num_rows, num_topk, dtype=torch.int64)
+    given = plan.data_ptr() + begin * plan.itemsize, num_rows * num_topk, num_local, alignment
+    return ids, _engine.widen_ids(*given, ids.data_ptr())
+
+
+def source_tokens(handle: Handle, num_rows: int) -> Tensor:
+    """Return int32 [num_rows]: the source's token of each row of a dispatch with layout="tokens"."""
+    return handle.recv_plan[PLAN_HEAD : PLAN_HEAD + PLAN_PULLED * num_rows].view(num_rows, PLAN_PULLED)[:, 0]
 
 
 def described_by_torch(handle: Handle, most_pulled: int, most_copies: int, tokens: Tensor, ranges: Tensor) -> None:

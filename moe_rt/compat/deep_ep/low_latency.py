@@ -170,7 +170,7 @@ class LowLatency:
         """Return float32 ones of the shape of topk_idx."""
         num_tokens, num_topk = topk_idx.shape
         if self._unused.shape[1] != num_topk or len(self._unused) < num_tokens:
-            self._unused = torch.ones(num_tokens, num_topk, device=topk_idx.device)
+            self._unused = torch.ones(num_tokens, num_topk, dtype=torch.float32, device=topk_idx.device)
         return self._unused[:num_tokens]
 
     def _hook(

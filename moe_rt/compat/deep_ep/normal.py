@@ -14,7 +14,7 @@ from moe_rt.buffer.handle import Handle
 from moe_rt.compat.deep_ep import home
 from moe_rt.compat.deep_ep.config import NVL_PEERS, Config
 from moe_rt.compat.deep_ep.exchange import Exchange, Rows
-from moe_rt.compat.deep_ep.layout import Layout, differs, layout_of, local_ids, per_domain
+from moe_rt.compat.deep_ep.layout import KnownLayout, Layout, differs, layout_of, local_ids, per_domain, source_tokens
 from moe_rt.compat.deep_ep.operands import invalid, parts_of, spelled, twice, wrong_rows, wrong_tensor
 from moe_rt.errors import InvalidInput, MoeRtError
 
@@ -52,7 +52,7 @@ class DispatchHandle(Sequence[Any]):
         prefix[:, rank] = plan.offs
         none, delivered = plan.offs.new_empty(0), int(plan.offs[-1])
         source = plan.offs.new_full((self.num_rows,), -1)
-        source[:delivered] = plan.source_tokens[:delivered]
+        source[:delivered] = source_tokens(plan, delivered)
         if len(self) == _ITEMS:
             yield from (prefix, none, none, source, self.in_rank, none)
         else:
@@ -75,6 +75,7 @@ class Normal:
     def __init__(self, exchange: Exchange, num_nvl_bytes: int) -> None:
         self._exchange, self._num_nvl_bytes = exchange, num_nvl_bytes
         self.rank, self.num_ranks = exchange.rank, exchange.num_ranks
+        self.known = KnownLayout()
         self._latest: Rows | None = None  # of the last dispatch, through whose buffer peers learn of a refusal
 
     def dispatch(
@@ -92,7 +93,7 @@ class Normal:
             routing = self._routing_by_rank(layout.in_rank)
         else:
             assert topk_weights is not None
-            routing = topk_idx.clone(), topk_weights.detach()
+            routing = topk_idx.clone(), topk_weights.detach() if topk_weights.requires_grad else topk_weights
         received = self._exchange.dispatch(rows, x, *routing)
         handle = DispatchHandle(self, routing, layout.in_rank, num_worst)
         handle.plans[rows.hidden] = rows, received.buffer, received.handle
@@ -102,8 +103,8 @@ class Normal:
         recv_x = tuple(part[:num_rows] for part in received.x) if type(x) is tuple else received.x[:num_rows]
         if topk_idx is None:
             return recv_x, None, None, self._counts(layout.per_expert, alignment), handle
-        assert received.handle.recv_topk_idx is not None
-        ids, counts = local_ids(received.handle.recv_topk_idx[:num_rows], rows.num_experts // self.num_ranks, alignment)
+        sizes = num_rows, topk_idx.shape[1], rows.num_experts // self.num_ranks
+        ids, counts = local_ids(received.handle.recv_plan, received.buffer._engine.ids_at, *sizes, alignment)
         return recv_x, ids, received.weights[:num_rows], counts, handle
 
     def again(self, x: Any, handle: DispatchHandle, config: Config) -> Any:
@@ -134,7 +135,8 @@ class Normal:
             out = home.add_in_order(rows, self._places(handle), first).to(x.dtype)
         else:
             capacity = buffer.capacity  # the worst case may have more rows
-            out = buffer.combine(x if len(x) <= capacity else x[:capacity], None, plan)
+            y = x if len(x) <= capacity else x[:capacity]
+            out = buffer._engine.combine(y, None, plan.recv_plan, plan.send_plan, 0)  # as Exchange.dispatch
         if topk_weights is None:
             return out, None
         num_topk = topk_weights.shape[1]
@@ -167,10 +169,13 @@ class Normal:
         return home.in_front(home.places_at_home(torch.where(handle.in_rank, ranks, -1)), handle.rows.num_topk)
 
     def _rows(self, x: Any, topk_idx: Tensor | None, layout: Layout) -> Rows:
-        hidden = (x[0] if type(x) is tuple else x).shape[1]
-        if topk_idx is None:
-            return Rows("tokens", hidden, self.num_ranks, self.num_ranks, torch.bfloat16)
-        return Rows("tokens", hidden, topk_idx.shape[1], len(layout.per_expert), torch.bfloat16)
+        hidden, latest = (x[0] if type(x) is tuple else x).shape[1], self._latest
+        num_topk, num_experts = self.num_ranks, self.num_ranks
+        if topk_idx is not None:
+            num_topk, num_experts = topk_idx.shape[1], layout.per_expert.shape[0]
+        if latest is not None and latest[1:4] == (hidden, num_topk, num_experts):
+            return latest
+        return Rows("tokens", hidden, num_topk, num_experts, torch.bfloat16)
 
     def _routing_by_rank(self, in_rank: Tensor) -> tuple[Tensor, Tensor]:
         """Return a routing over one expert per rank that visits the same ranks, and its weights."""
@@ -191,7 +196,7 @@ class Normal:
     @staticmethod
     def _worst_case(received: Any, num_worst: int) -> tuple[Any, Tensor, Tensor]:
         """Return num_worst rows, ids and weights; ids of rows that were not received are -1. Reads no count."""
-        ids = received.handle.recv_topk_idx
+        ids = received.ids
         there = torch.arange(min(len(ids), num_worst), device=ids.device) < received.handle.offs[-1]
         recv_ids = ids.new_full((num_worst, ids.shape[1]), -1, dtype=torch.int64)
         recv_ids[: len(there)] = ids[: len(there)].where(there.unsqueeze(1), -1)
@@ -213,7 +218,8 @@ class Normal:
         num_topk = topk_idx.shape[1] if isinstance(topk_idx, Tensor) and topk_idx.dim() == 2 else 0
         if error := self._wrong_rows(x, num_tokens, config, num_topk):
             return error
-        if error := self._wrong_counts(layout, num_tokens):
+        known = self.known.knows(topk_idx, layout) and len(layout.in_rank) == num_tokens
+        if not known and (error := self._wrong_counts(layout, num_tokens)):
             return error
         if (topk_idx is None) is not (topk_weights is None):
             return invalid(
@@ -224,7 +230,7 @@ class Normal:
                 return invalid(self.rank, "num_worst_tokens", num_worst, "topk_idx and topk_weights with it")
             return self._wrong_layout(None, layout)
         shape = (num_tokens, num_topk)
-        error = wrong_tensor(self.rank, "topk_idx", topk_idx, torch.int64, shape)
+        error = None if known else wrong_tensor(self.rank, "topk_idx", topk_idx, torch.int64, shape)
         if error := error or wrong_tensor(self.rank, "topk_weights", topk_weights, torch.float32, shape):
             return error
         if (
@@ -233,9 +239,7 @@ class Normal:
             and num_worst < int(layout.in_rank[:, self.rank].sum())
         ):
             return invalid(self.rank, "num_worst_tokens", num_worst, "at least the number of received tokens")
-        if num_worst and topk_idx.device.type != "cpu":  # the host reads nothing of it
-            return None
-        return self._wrong_layout(topk_idx, layout) if differs(topk_idx, layout) else None
+        return None if known or not differs(topk_idx, layout) else self._wrong_layout(topk_idx, layout)
 
     def _wrong_rows(self, x: Any, num_tokens: int, config: Config, num_topk: int) -> InvalidInput | None:
         if error := wrong_rows(self.rank, x, num_tokens):

@@ -30,14 +30,18 @@ def _index(device: Any) -> int:
     return int(text.partition(":")[2] or _current["device"])
 
 
-def set_device(device: Any) -> None:
-    """Make a device the current one, if there are as many."""
+def _existing(name: str, device: Any) -> int:
+    """Return a device's number, if there are as many."""
     index = _index(device)
     if index >= num_devices():
-        raise NotOnCpu(
-            f"torch.cuda.set_device: got device {index}, expected one of {num_devices()} (moe-rt on-cpu --ranks)"
-        )
-    _current["device"] = max(index, 0)
+        expected = f"one of {num_devices()} (moe-rt on-cpu --ranks)"
+        raise NotOnCpu(f"torch.cuda.{name}: got device {index}, expected {expected}")
+    return index
+
+
+def set_device(device: Any) -> None:
+    """Make a device the current one, if there are as many."""
+    _current["device"] = max(_existing("set_device", device), 0)
 
 
 class on_device(contextlib.ContextDecorator):
@@ -142,13 +146,23 @@ def _peak(device: Any = None) -> int:
     return max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, _resident())
 
 
+def _stats(device: Any = None) -> OrderedDict[str, int]:
+    """Return the statistics that programs print, of this process."""
+    now, peak = _resident(), _peak()
+    kinds = ("allocated_bytes", "active_bytes", "reserved_bytes")
+    stats = {f"{kind}.all.{when}": size for kind in kinds for when, size in (("current", now), ("peak", peak))}
+    return OrderedDict(stats | {"num_alloc_retries": 0, "num_ooms": 0})
+
+
 def _properties(device: Any = None) -> SimpleNamespace:
     return SimpleNamespace(
         name=_NAME, major=_CAPABILITY[0], minor=_CAPABILITY[1], total_memory=_memory()[1],
         multi_processor_count=_MULTIPROCESSORS, warp_size=32, max_threads_per_multi_processor=2048,
         max_threads_per_block=1024, regs_per_multiprocessor=65536, shared_memory_per_block=49152,
         shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472, L2_cache_size=52428800,
-        is_integrated=0, is_multi_gpu_board=0, gcnArchName="", uuid="", pci_bus_id=_index(device),
+        is_integrated=0, is_multi_gpu_board=0, gcnArchName="", uuid="",
+        pci_bus_id=_existing("get_device_properties", device), pci_device_id=0, pci_domain_id=0, clock_rate=1_000_000,
+        memory_clock_rate=1_000_000, memory_bus_width=64,
     )  # fmt: skip
 
 
@@ -208,7 +222,7 @@ def change() -> None:
         # Memory: that of this process and host.
         "mem_get_info": lambda device=None: _memory(), "memory_allocated": _resident, "memory_reserved": _resident,
         "max_memory_allocated": _peak, "max_memory_reserved": _peak, "memory_cached": _resident,
-        "max_memory_cached": _peak, "memory_stats": lambda device=None: OrderedDict(),
+        "max_memory_cached": _peak, "memory_stats": _stats,
         "memory_summary": lambda *a, **k: _NAME, "memory_snapshot": lambda *a, **k: [], "empty_cache": _nothing,
         "reset_peak_memory_stats": _nothing, "reset_accumulated_memory_stats": _nothing,
         "reset_max_memory_allocated": _nothing, "reset_max_memory_cached": _nothing,
