@@ -99,7 +99,7 @@ def main(out: Path, sizes: tuple[int, ...]) -> None:
             found.append({"ranks": ranks, "measured_us": round(measured), "replayed_us": round(expected),
                           "error": round(expected / measured - 1, 4)})  # fmt: skip
             click.echo(json.dumps(found[-1]))
-    figures = {"device": machine_name(card), "date": card["date"], "rest_us": round(rest), "runs": found}
+    figures = {"device": machine_name(card), "date": card["date"], "rest_us": round(rest), "replays": found}
     (out / "replay.json").write_text(json.dumps(figures, indent=1) + "\n")
 
 

@@ -22,9 +22,6 @@ def configuration(number: int) -> tuple[int, int, int, int, float, float]:
     return ranks, experts, topk, tokens, float(rng.choice([0.0, 0.3, 0.7, 1.2])), float(rng.uniform(0.005, 0.9))
 
 
-inside: list[bool] = []
-
-
 @pytest.mark.parametrize("number", range(CONFIGURATIONS))
 def test_the_formula_is_within_the_interval(number: int) -> None:
     ranks, experts, topk, tokens, sigma, risk = configuration(number)
@@ -33,7 +30,7 @@ def test_the_formula_is_within_the_interval(number: int) -> None:
     formula = overflow(factor, tokens, topk, ranks, shares)
     simulated = simulate_overflow(factor, tokens, topk, ranks, shares, BATCHES, seed=number)
     low, high = wilson(round(simulated.probability * BATCHES), BATCHES, ALL_OF_THEM)
-    inside.append(simulated.low <= formula.probability <= simulated.high)
+    inside = simulated.low <= formula.probability <= simulated.high
     sizes = f"R={ranks} E={experts} K={topk} T={tokens} sigma={sigma} factor={factor}"
-    print(f"{sizes}: formula {formula.probability:.4f}, simulated {simulated.probability:.4f}, in 95 %: {inside[-1]}")
+    print(f"{sizes}: formula {formula.probability:.4f}, simulated {simulated.probability:.4f}, in 95 %: {inside}")
     assert low <= formula.probability <= high, sizes
