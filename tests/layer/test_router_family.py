@@ -265,3 +265,15 @@ def test_nonsense_is_refused(options: dict[str, Any], message: str) -> None:
 )
 def test_edges_of_what_makes_sense(options: dict[str, Any]) -> None:
     RouterConfig(num_experts=E, num_topk=K, **options)
+
+
+@pytest.mark.parametrize("score_func", ["softmax", "sigmoid"])
+def test_autocast_changes_no_bit(score_func: str) -> None:
+    """A gate in 16 bits would choose other experts."""
+    router, x = make_router(score_func=score_func, router_bias=True), tokens(T)
+    plain = router(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = router(x)
+    assert cast[1].dtype is torch.float32
+    for got, expected in zip((*cast[:2], *cast[2]), (*plain[:2], *plain[2]), strict=True):
+        assert torch.equal(got, expected)

@@ -239,7 +239,7 @@ def test_any_part_of_an_earlier_run_stays(monkeypatch: pytest.MonkeyPatch, tmp_p
     with pytest.raises(Stop):
         train(cases.tiny(out=tmp_path))
     (tmp_path / part).mkdir()
-    with pytest.raises(InvalidConfig, match="out: got .*, which holds a run"):
+    with pytest.raises(InvalidConfig, match=r"out: got .*, which holds a run"):
         train(cases.tiny(out=tmp_path))
     with pytest.raises(Stop):
         train(cases.tiny(out=tmp_path, resume=True))
