@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +14,20 @@ from support.emulated_gpu import EmulatedGpu
 from support.routing import buffer_kwargs, make_inputs, make_spec
 
 from moe_rt import Buffer, ThreadGroup
-from moe_rt.errors import GroupPoisoned, InvalidConfig, InvalidInput, LaunchFailed
+from moe_rt.engine import cuda
+from moe_rt.engine.cuda import CudaEngine
+from moe_rt.errors import (
+    Code,
+    GroupClosed,
+    GroupPoisoned,
+    InvalidConfig,
+    InvalidInput,
+    LaunchFailed,
+    MoeRtError,
+    Op,
+    TooManyTokens,
+)
+from moe_rt.memory.segments import Segments
 
 SPEC = make_spec(1)
 
@@ -73,6 +89,96 @@ def test_a_launch_that_failed_ends_the_group() -> None:
         with pytest.raises(GroupPoisoned, match="CUDA_ERROR_ILLEGAL_ADDRESS") as raised:
             buffer.dispatch(*inputs())
     assert isinstance(raised.value.__cause__, LaunchFailed)
+
+
+def stub(refuses: bool = False) -> tuple[Any, list[Any]]:
+    """Return an engine whose launches are only noted, with other calls, in a list."""
+    noted: list[Any] = []
+    engine: Any = object.__new__(CudaEngine)
+    memory = {name: torch.zeros(1) for name in ("table", "record", "segment", "network")}
+    names = {t.data_ptr(): name for name, t in memory.items()}
+
+    def launch(launches: Any, stream: int) -> None:
+        if refuses:
+            raise RuntimeError("the driver is gone")
+        noted.append(launches[0][0])
+
+    engine._launcher = SimpleNamespace(
+        set_call=lambda args, tag: None, launch=launch, reported=lambda: None,
+        memory=[memory["table"]], record=memory["record"],
+    )  # fmt: skip
+    engine._gpu = SimpleNamespace(stream=lambda: 3, outlive_stream=lambda t: noted.append(names[t.data_ptr()]))
+    engine._segments = Segments([1], [], [memory["segment"]], on_release=lambda: noted.append("released"))
+    engine._network = Segments([1], [], [memory["network"]], on_release=lambda: noted.append("released"))
+    engine._lock, engine._pid, engine.rank = threading.Lock(), os.getpid(), 1
+    engine._ended, engine._closed = None, False
+    return engine, noted
+
+
+@pytest.fixture
+def codes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the codes that peers are told."""
+    told: list[int] = []
+    monkeypatch.setattr(cuda._engine, "EndArgs", lambda code: told.append(int(code)))
+    return told
+
+
+def test_a_close_tells_peers_first_and_keeps_what_queued_kernels_use(codes: list[int]) -> None:
+    engine, noted = stub()
+    for _ in range(2):
+        engine.close()
+        assert noted == ["leave", "table", "record", "segment", "network", "released", "released"]
+    engine.poison(ValueError("late"))
+    assert codes == [0], "a closed buffer ends no group"
+    with pytest.raises(GroupClosed, match="was closed on this rank"):
+        engine.health()
+
+
+def test_a_close_without_a_driver_gives_memory_back(codes: list[int]) -> None:
+    engine, noted = stub(refuses=True)
+    engine.close()
+    assert noted == ["released", "released"]
+    assert engine._closed
+
+
+def test_a_child_of_a_fork_neither_closes_nor_uses_the_buffer(codes: list[int]) -> None:
+    engine, noted = stub()
+    engine._pid += 1
+    engine.close()
+    assert noted == []
+    with pytest.raises(GroupClosed, match="use after fork"):
+        engine.health()
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(TooManyTokens("got 9"), Code.TOO_MANY_TOKENS), (InvalidInput("got 7"), Code.INVALID_INPUT)],
+    ids=["tokens", "input"],
+)
+def test_the_first_cause_ends_the_group(codes: list[int], error: MoeRtError, code: Code, refuses: bool) -> None:
+    engine, noted = stub(refuses)
+    with pytest.raises(type(error)) as raised:
+        engine._refuse(Op.DISPATCH, 0, error, 0, 0)
+    assert raised.value is error
+    assert codes == [code]
+    cause = ValueError("later")
+    engine.poison(cause)
+    assert codes == [code], "peers are told once"
+    with pytest.raises(GroupPoisoned, match=str(error.args[0])) as ended:
+        engine.health()
+    assert (ended.value.rank, ended.value.__cause__) == (1, error)
+    with pytest.raises(GroupPoisoned):  # of this rank, not that it refuses once more
+        engine._refuse(Op.DISPATCH, 0, InvalidInput("another"), 0, 0)
+    assert noted == [] if refuses else noted == ["abort_group"]
+
+
+def test_an_abort_tells_its_reason(codes: list[int]) -> None:
+    engine, _ = stub()
+    reason = ValueError("bad batch")
+    engine.poison(reason)
+    assert codes == [Code.POISONED]
+    assert engine._ended.__cause__ is reason
 
 
 # The rest of torch's message depends on its build.

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch.distributed as dist
 from elastic import cases_elastic as cases
 from support.ranks import ProcessRanks
 
+from moe_rt import elastic
 from moe_rt.elastic import ElasticGroup
 from moe_rt.errors import InvalidConfig, PeerTimeout, RankExcluded
 
@@ -107,3 +113,90 @@ def test_what_a_job_before_decided_counts_no_more() -> None:
 
 def failing(*args: object, **kwargs: object) -> None:
     raise RuntimeError("Connection closed by peer")
+
+
+class Ends:
+    """A process that has ended, or that ends when its rank is looked at this often."""
+
+    def __init__(self, after: int = 1 << 30) -> None:
+        self._left = after
+
+    def has_ended(self) -> bool:
+        self._left -= 1
+        return self._left < 0
+
+
+def decided(monkeypatch: pytest.MonkeyPatch, marks: str, watches: list[Any], decision: str = "") -> tuple[Any, float]:
+    """Return what rank 0 decides, and the seconds that it waits; rank r's mark is there if marks[r] is "x"."""
+    clock = itertools.count(0.0, 1.0)
+    monkeypatch.setattr(elastic, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda s: None))
+    members, store = object.__new__(ElasticGroup), dist.HashStore()
+    members._rank, members._watches = 0, watches
+    for rank, mark in enumerate(marks):
+        if mark == "x":
+            store.set(f"here/{rank}", "1")
+    if decision:
+        store.set("decision", decision)
+    found = members._decide(store, 20.0)
+    assert store.get("decision").decode() == json.dumps(found)
+    return found, next(clock)
+
+
+ALIVE, ENDED, FAR = Ends(), Ends(0), None
+
+
+@pytest.mark.parametrize(
+    ("marks", "watches", "survivors", "waits"),
+    [
+        ("-xx", [ALIVE, ALIVE, FAR], [0, 1, 2], False),
+        ("-x-", [ALIVE, ALIVE, ENDED], [0, 1], False),
+        ("-xx", [ALIVE, ENDED, ALIVE], [0, 2], False),  # it died after its mark
+        ("-x-", [ALIVE, ALIVE, ALIVE], [0, 1], True),
+        ("-x-", [ALIVE, ALIVE, FAR], [0, 1], True),
+        ("---", [ALIVE, ENDED, ENDED], [0], False),
+        ("-x-", [ALIVE, ALIVE, Ends(5)], [0, 1], False),  # it dies while it is waited for
+    ],
+    ids=range(7),
+)
+def test_who_is_waited_for_and_who_is_left(
+    monkeypatch: pytest.MonkeyPatch, marks: str, watches: list[Any], survivors: list[int], waits: bool
+) -> None:
+    found, seconds = decided(monkeypatch, marks, watches)
+    assert found == survivors
+    assert (seconds > 20.0) is waits
+
+
+def test_a_decision_of_another_rank_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, seconds = decided(monkeypatch, "-xx", [ALIVE, ALIVE, Ends(3)], "[1, 2]")
+    assert (found, seconds < 20.0) == ([1, 2], True)
+
+
+def test_the_next_group_is_of_the_survivors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their watches, ranks and store, the old timeout, and attempts that count anew; each attempt has its own keys."""
+    members, store = object.__new__(ElasticGroup), dist.HashStore()
+    watches = [Ends(), Ends(0), Ends(), None]
+    members._rank, members._watches, members._store = 2, list(watches), store
+    members._name, members._attempts, members._timeout = "name", 0, "the old timeout"  # type: ignore[assignment]
+    made: list[Any] = []
+
+    def init_process_group(backend: str, **given: Any) -> None:
+        given.pop("store")
+        made.append((backend, given))
+        if len(made) == 1:
+            raise RuntimeError("a rank is dead")
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(dist, "init_process_group", init_process_group)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(elastic, "_default_store", lambda: "the new store")
+    for attempt in (1, 2):
+        for rank in (0, 3):
+            store.set(f"moe_rt/survivors/name/{attempt}/here/{rank}", "1")
+    with pytest.raises(PeerTimeout, match=r"rank 2: one of the ranks \[0, 2, 3\]") as raised:
+        members.survivors(5.0)
+    assert isinstance(raised.value.__cause__, RuntimeError)
+    assert (members._rank, members._watches, members._store) == (2, watches, store)
+    assert members.survivors(5.0) == [0, 2, 3]
+    assert made == [("gloo", {"rank": 1, "world_size": 3, "timeout": "the old timeout"})] * 2
+    assert members._watches == [watches[0], watches[2], watches[3]]
+    assert (members._rank, members._store, members._attempts) == (1, "the new store", 0)

@@ -23,13 +23,23 @@ constexpr int64_t kIdx[kTokens * kTopk] = {0, 1, 1, 0, 0, 2, 2, 0};
 // Copies from the peers' segments immediately, and records which of them rows were requested of.
 struct Copying final : Network {
   std::vector<std::unique_ptr<char[]>>& segments;
-  int64_t rows_from;
+  const Layout::Window& at;
+  int64_t most_pulls;
   std::set<int> asked;
   Background* kept = nullptr;
-  Copying(std::vector<std::unique_ptr<char[]>>& all, int64_t rows) : segments(all), rows_from(rows) {}
+  std::set<int> left;  // peers of which more was requested than the list at the request's begin can hold
+  Copying(std::vector<std::unique_ptr<char[]>>& all, const Layout& layout, int64_t pulls)
+      : segments(all), at(layout.window[kWindow]), most_pulls(pulls) {}
   void get(int peer, int64_t offset, void* to, int64_t bytes) override {
-    if (offset >= rows_from) asked.insert(peer);
-    std::memcpy(to, segments[peer].get() + offset, bytes);
+    if (offset >= at.tokens) asked.insert(peer);
+    const int64_t most_copies = kTokens * kTopk;
+    const bool leaves =
+        (offset >= at.weights && offset < at.tokens && bytes > at.weights + most_copies * 4 - offset) ||
+        (offset >= at.copies && offset < at.weights &&
+         bytes > at.copies + most_copies * int64_t{sizeof(Copy)} - offset) ||
+        (offset >= at.pulls && offset < at.copies && bytes > at.pulls + most_pulls * int64_t{sizeof(Pull)} - offset);
+    if (leaves) left.insert(peer);
+    if (!leaves) std::memcpy(to, segments[peer].get() + offset, bytes);
   }
   void put(int, int64_t, const void*, int64_t) override {}
   void put_last(int, int64_t, uint64_t) override {}
@@ -80,6 +90,7 @@ struct Group {
     return World{shape, layout, tables.view(), base.data(), nullptr, rank, 1, 1, seen};
   }
   int32_t* pull_offs(int source) { return RouteLists<float>::view(world(source), source, kWindow).pull_offs.start; }
+  int32_t* copy_offs(int source) { return RouteLists<float>::view(world(source), source, kWindow).copy_offs.start; }
   int64_t most_pulls() const { return int64_t{shape.num_max_tokens} * shape.num_visits(); }
 };
 
@@ -94,7 +105,7 @@ struct Fetching {
   Header header;
 
   explicit Fetching(Group& group)
-      : network{group.segments, group.layout.window[kWindow].tokens},
+      : network{group.segments, group.layout, group.most_pulls()},
         mapped{group.base[kMe], nullptr, nullptr},
         peers{group.shape, group.layout, mapped, network},
         w{group.world(kMe)} {
@@ -110,12 +121,16 @@ struct Fetching {
   }
 };
 
+std::set<int> left_a_list;  // in the last call of asked_for_rows
+
 // Returns the peers that rows are requested of.
 std::set<int> asked_for_rows(Group& group) {
   Fetching f{group};
   for (const int peer : {1, 2}) f.announce(peer, f.header);
   HostIdle idle{f.w, Op::kDispatch, kNoSeq, 10.0, true, nullptr, &f.network};
-  return f.peers.end(idle).ok() ? f.network.asked : std::set<int>{-1};
+  const bool right = f.peers.end(idle).ok();
+  left_a_list = f.network.left;
+  return right ? f.network.asked : std::set<int>{-1};
 }
 
 int wrong = 0;
@@ -164,12 +179,31 @@ void before_the_wait() {
   }
 }
 
+// Ranges of each list, as a peer could claim them: nothing is requested next to a list.
+void far_ranges() {
+  const int32_t copies = kTokens * kTopk;
+  for (const int peer : {1, 2}) {
+    for (const bool is_pulls : {true, false}) {
+      Group group{{}};
+      int32_t* const offs = is_pulls ? group.pull_offs(peer) : group.copy_offs(peer);
+      const int32_t most = is_pulls ? int32_t(group.most_pulls()) : copies;
+      const int32_t ranges[][2] = {{0, most}, {0, most + 1},    {most, most + 1},       {-1, 1},
+                                   {1, 0},    {most - 1, most}, {INT32_MIN, INT32_MAX}, {INT32_MAX - 1, INT32_MAX}};
+      for (const auto& [first, end] : ranges) {
+        offs[kMe] = first, offs[kMe + 1] = end;
+        asked_for_rows(group);
+        expect(left_a_list.empty(), is_pulls ? "pulls: a list was left" : "copies: a list was left", peer);
+      }
+    }
+  }
+}
+
 // Rank 0 is the only rank of its node and passes on what ranks 1 and 2 send to it.
 void clients() {
   for (const int peer : {1, 2, 0}) {
     Group group{{0, 1, 1}};
     if (peer != kMe) group.pull_offs(peer)[kMe + 1] = int32_t(group.most_pulls()) + 1;
-    Copying network{group.segments, group.layout.window[kWindow].tokens};
+    Copying network{group.segments, group.layout, group.most_pulls()};
     std::vector<char*> mapped = group.base;
     mapped[1] = mapped[2] = nullptr;
     World w = group.world(kMe);
@@ -193,6 +227,7 @@ void clients() {
 int main() {
   far_lists();
   before_the_wait();
+  far_ranges();
   clients();
   return wrong != 0;
 }

@@ -21,8 +21,9 @@ from integrations import cases_transformers as cases  # noqa: E402
 from integrations.transformers_models import FAMILIES, tiny_config  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
+from moe_rt import ThreadGroup  # noqa: E402
 from moe_rt.buffer.pool import GrowingOptions  # noqa: E402
-from moe_rt.errors import InvalidConfig  # noqa: E402
+from moe_rt.errors import InvalidConfig, InvalidInput  # noqa: E402
 from moe_rt.integrations import transformers as adapter  # noqa: E402
 from moe_rt.integrations.transformers import configure  # noqa: E402
 
@@ -182,6 +183,70 @@ def test_what_changes_between_two_forwards_takes_effect() -> None:
             assert getattr(asked[-1]["options"], name) == value
     finally:
         configure()
+
+
+@pytest.mark.parametrize("real", [None, [True, False, True]], ids=["no mask", "a mask"])
+@pytest.mark.parametrize("send_padding", [False, True])
+@pytest.mark.parametrize("sums", ["ranked", "invariant"])
+def test_what_a_layer_sends(real: list[bool] | None, send_padding: bool, sums: Any) -> None:
+    """Rows in the experts' dtype, ids without padding, the weights and the layer's tag; options of this forward."""
+    sent: list[Any] = []
+
+    class Received:
+        rows, handle = torch.ones(5, 4), SimpleNamespace(offs="offs")
+
+        def combine(self, y: torch.Tensor) -> torch.Tensor:
+            return y[:3]
+
+    def dispatch(*given: Any) -> Received:
+        sent.extend(given)
+        return Received()
+
+    class Experts:
+        row_wise: bool | None = None
+
+        def dtype_of_rows(self, x: torch.Tensor) -> torch.dtype:
+            return torch.bfloat16
+
+        def __call__(self, rows: torch.Tensor, offs: str) -> torch.Tensor:
+            assert offs == "offs"
+            return rows * 2
+
+    layer: Any = adapter.MoeRtEP.__new__(adapter.MoeRtEP)
+    layer._experts, layer._tag, layer.tp_mesh = Experts(), 6, SimpleNamespace(size=lambda: 1)
+    layer._attended = SimpleNamespace(real=lambda count: None if real is None else torch.tensor(real))
+    layer._buffer_for = lambda x, ids: SimpleNamespace(dispatch=dispatch)
+    x, ids, weights = torch.randn(3, 4), torch.tensor([[0, 1], [2, 3], [1, 0]]), torch.rand(3, 2)
+    try:
+        configure(sums=sums, send_padding=send_padding)
+        out = layer(x, ids, weights)
+    finally:
+        configure()
+    masked = real is not None and not send_padding
+    assert torch.equal(sent[0], x.bfloat16())
+    assert sent[1].tolist() == [[0, 1], [-1, -1] if masked else [2, 3], [1, 0]]
+    assert torch.equal(sent[2], weights)
+    assert sent[3] == 6
+    assert layer._experts.row_wise is (sums == "invariant")
+    assert torch.equal(out, torch.full((3, 4), 2.0))
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+def test_a_refusal_is_of_the_layer_that_refuses(has_run: bool) -> None:
+    refused: list[Any] = []
+
+    def refuse(error: Exception, *, tag: int) -> None:
+        refused.append(tag)
+        raise error
+
+    layer: Any = adapter.MoeRtEP.__new__(adapter.MoeRtEP)
+    layer._tag, layer.ep_mesh = 6, ThreadGroup.make(1)[0]
+    layer._buffer = SimpleNamespace(lease=SimpleNamespace(buffer=SimpleNamespace(refuse=refuse))) if has_run else None
+    error = InvalidInput("x: got nothing")
+    with pytest.raises(InvalidInput) as raised:
+        layer.refuse(error)
+    assert raised.value is error
+    assert refused == [6] * has_run
 
 
 def test_a_model_without_a_plan(make_ranks: MakeRanks, saved: Callable[..., str]) -> None:

@@ -248,3 +248,32 @@ def test_compiles_as_one_graph(options: dict[str, Any]) -> None:
 def test_nonsense_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidConfig, match=message):
         RouterConfig(num_experts=E, num_topk=K, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"expert_choice": float(K)},
+        {"expert_choice": 1e-9},
+        {"jitter": 0.999},
+        {"balance_bias_rate": 0.0},
+        {"num_groups": 4, "topk_groups": 4},
+        {"num_groups": 4, "topk_groups": 1},  # exactly K experts
+        {"num_groups": 8, "topk_groups": 2},  # of two each
+    ],
+    ids=str,
+)
+def test_edges_of_what_makes_sense(options: dict[str, Any]) -> None:
+    RouterConfig(num_experts=E, num_topk=K, **options)
+
+
+@pytest.mark.parametrize("score_func", ["softmax", "sigmoid"])
+def test_autocast_changes_no_bit(score_func: str) -> None:
+    """A gate in 16 bits would choose other experts."""
+    router, x = make_router(score_func=score_func, router_bias=True), tokens(T)
+    plain = router(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = router(x)
+    assert cast[1].dtype is torch.float32
+    for got, expected in zip((*cast[:2], *cast[2]), (*plain[:2], *plain[2]), strict=True):
+        assert torch.equal(got, expected)

@@ -7,6 +7,7 @@ import inspect
 import weakref
 from collections.abc import Callable
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +17,10 @@ from layer.cases_layer import config
 from support.ranks import Ranks, ThreadRanks
 
 from moe_rt import Buffer, MoEConfig, MoELayer, ThreadGroup
+from moe_rt.buffer import pool
 from moe_rt.buffer.pool import GrowingBuffer, GrowingOptions
 from moe_rt.config.options import BufferOptions
-from moe_rt.errors import ConfigMismatch
+from moe_rt.errors import ConfigMismatch, TooManyTokens
 
 MakeRanks = Callable[[str, int], Ranks]
 
@@ -137,3 +139,131 @@ def test_options_are_stated_alike() -> None:
     of_buffers_alone = {"layout", "expert_alignment"}  # a layer's experts fix both of them
     assert {name for name, p in arguments.items() if p.default is not p.empty} == set(stated) | of_buffers_alone
     assert stated.items() <= {f.name: f.default for f in fields(MoEConfig)}.items()
+
+
+SIZES: dict[str, Any] = dict(hidden=8, num_topk=1, num_experts=2, dtype=torch.float32)
+
+
+class FakeBuffer:
+    """A buffer that only refuses batches that do not fit, and notes what it is asked."""
+
+    made: list[FakeBuffer]
+    heap: str
+
+    def __init__(self, group: Any, *, num_max_tokens_per_rank: int, **named: Any) -> None:
+        self.spec = SimpleNamespace(num_max_tokens_per_rank=num_max_tokens_per_rank, dtype=named["dtype"])
+        self.group, self.named, self.tags, self.closed, self._num_tags = group, named, list[int](), False, 0
+        self.process_group, self.device = "the group", torch.device("cpu")
+        self.made.append(self)
+
+    def dispatch(self, x: torch.Tensor, topk_idx: Any, topk_weights: Any, *, tag: int) -> Any:
+        self.tags.append(tag)
+        if len(x) > self.spec.num_max_tokens_per_rank:
+            raise TooManyTokens("got too many")
+        return x * 1, topk_weights, None
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> list[FakeBuffer]:
+    """Return the buffers that a pool makes."""
+    kind = type("Fake", (FakeBuffer,), {"made": [], "heap": "shm"})
+    monkeypatch.setattr(pool, "Buffer", kind)
+    made: list[FakeBuffer] = kind.made
+    return made
+
+
+def send(growing: GrowingBuffer, num_tokens: int, tag: int) -> None:
+    x = torch.ones(num_tokens, 8)
+    growing.dispatch(x, torch.zeros(num_tokens, 1, dtype=torch.int64), torch.ones(num_tokens, 1), tag)
+
+
+def test_a_batch_that_does_not_fit_is_sent_again_by_the_same_layer(fakes: list[FakeBuffer]) -> None:
+    growing = GrowingBuffer(ThreadGroup.make(1)[0], GrowingOptions(timeout_s=7.0), **SIZES)
+    for tag, num_tokens in ((3, 64), (4, 65), (5, 0)):
+        send(growing, num_tokens, tag)
+    assert [(b.spec.num_max_tokens_per_rank, b.tags) for b in fakes] == [(64, [3, 4]), (128, [4, 5])]
+    expected = {**GrowingOptions(timeout_s=7.0).arguments(), **SIZES}
+    assert all(buffer.named == expected for buffer in fakes)
+
+
+@pytest.mark.parametrize("first", [0, 1, 63, 64, 65])
+def test_sizes_are_whole_granules(fakes: list[FakeBuffer], first: int) -> None:
+    send(GrowingBuffer(ThreadGroup.make(1)[0], GrowingOptions(), **SIZES), first, 1)
+    assert [b.spec.num_max_tokens_per_rank for b in fakes] == [128 if first > 64 else 64]
+
+
+def test_a_given_size_stays(fakes: list[FakeBuffer]) -> None:
+    growing = GrowingBuffer(ThreadGroup.make(1)[0], GrowingOptions(num_max_tokens_per_rank=9), **SIZES)
+    send(growing, 9, 1)
+    with pytest.raises(TooManyTokens):
+        send(growing, 10, 1)
+    assert [(b.spec.num_max_tokens_per_rank, b.tags) for b in fakes] == [(9, [1, 1])]
+
+
+@pytest.mark.parametrize("size", [None, 64])
+@pytest.mark.parametrize("most", [64, 65])
+def test_ranks_of_gpus_compare_before_each_dispatch(
+    fakes: list[FakeBuffer], monkeypatch: pytest.MonkeyPatch, most: int, size: int | None
+) -> None:
+    """There a refusal would end the group. A peer's batch counts as well as the own one."""
+    monkeypatch.setattr(pool.Buffer, "heap", "nvshmem")
+    reduced: list[Any] = []
+
+    def all_reduce(t: torch.Tensor, op: Any, group: Any) -> None:
+        reduced.append((int(t), op, group))
+        t.fill_(most)
+
+    monkeypatch.setattr(pool, "dist", SimpleNamespace(all_reduce=all_reduce, ReduceOp=torch.distributed.ReduceOp))
+    growing = GrowingBuffer(ThreadGroup.make(1)[0], GrowingOptions(num_max_tokens_per_rank=size), **SIZES)
+    for _ in range(2):
+        send(growing, 5, 1)
+    if size is not None:
+        assert (len(fakes), reduced) == (1, [])
+        return
+    assert reduced == [(5, torch.distributed.ReduceOp.MAX, "the group")]
+    assert [b.tags for b in fakes] == ([[1, 1]] if most == 64 else [[1], [1]])
+
+
+def test_layers_join_one_pool_until_one_of_them_runs(fakes: list[FakeBuffer]) -> None:
+    one, other = (ThreadGroup.make(1)[0] for _ in range(2))
+    first = pool.BufferPool.join(one)
+    assert pool.BufferPool.join(one) is first
+    second = pool.BufferPool.join(other)
+    assert second is not first
+    assert second.group is other
+    third = pool.BufferPool.join(one)
+    assert third.group is one
+    first.growing(GrowingOptions(), **SIZES)
+    assert pool.BufferPool.join(one) is third, "another pool ran"
+    third.growing(GrowingOptions(), **SIZES)
+    assert pool.BufferPool.join(one) not in (first, third)
+
+
+@pytest.mark.parametrize("changes", [{}, {"hidden": 16}, {"dtype": torch.float64}, {"timeout_s": 3.0}], ids=str)
+def test_fixed_buffers_are_shared_by_group_and_all_sizes(fakes: list[FakeBuffer], changes: dict[str, Any]) -> None:
+    one, other = (ThreadGroup.make(1)[0] for _ in range(2))
+    sizes = dict(num_max_tokens_per_rank=4, **SIZES)
+    found = [pool.BufferPool(group).fixed(**given) for group in (one, other) for given in (sizes, {**sizes, **changes})]
+    assert len({id(buffer) for buffer in found}) == len(fakes) == (4 if changes else 2)
+    assert found[0] is not found[2]
+    found[0].closed = True  # type: ignore[misc]
+    assert pool.BufferPool(one).fixed(**sizes) is not found[0]
+
+
+def test_ranks_wait_for_the_making_of_a_buffer_as_long_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+
+    def gather(rendezvous: Any, record: Any, timeout_s: float, what: str) -> Any:
+        waited.append(timeout_s)
+        raise ConfigMismatch("enough")
+
+    monkeypatch.setattr(pool, "all_gather_records", gather)
+    group = ThreadGroup.make(2)[0]
+    times = dict(timeout_s=3.0, init_timeout_s=5.0)
+    for make in (
+        lambda: pool.BufferPool(group).fixed(num_max_tokens_per_rank=4, **SIZES, **times),
+        lambda: GrowingBuffer(group, GrowingOptions(**times), **SIZES)._agree(1),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ConfigMismatch, match="enough"):
+            make()
+    assert waited == [5.0, 5.0]

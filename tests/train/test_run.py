@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
@@ -9,16 +10,19 @@ import os
 import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import matplotlib.image
 import pytest
+import torch
 from click.testing import CliRunner
 from rich.console import Console
 from support.forked_python import commands, run_python
 from torch import Tensor, nn
 from train import cases_train as cases
 
-from moe_rt.errors import MoeRtError
+from moe_rt.errors import InvalidConfig, MoeRtError
 from moe_rt.lab.testing.ports import free_ports
 from moe_rt.parallel.clip import clip_grad_norm_
 from moe_rt.train import cli, loop, train
@@ -128,6 +132,117 @@ def test_bad_values(tmp_path: Path, changes: dict[str, object], message: str) ->
     result = CliRunner().invoke(cli.main, arguments(out=tmp_path / "run", **changes))
     assert result.exit_code == 1
     assert message in result.output
+
+
+LEAST = {
+    **dict.fromkeys(("num_layers", "hidden", "num_heads", "intermediate", "num_experts", "num_topk", "seq_len"), 1),
+    **dict.fromkeys(("steps", "batch_size", "val_every", "val_sequences", "checkpoint_every"), 1),
+    **dict.fromkeys(("seed", "aux_loss_coef", "z_loss_coef", "warmup_steps", "weight_decay", "sample_bytes"), 0),
+    **dict.fromkeys(("min_lr_ratio", "temperature"), 0),
+    **dict.fromkeys(("lr", "grad_clip", "timeout_s"), 1e-9),
+}
+MOST = {"min_lr_ratio": 1.0, "num_topk": 6}
+# What other options must be for these.
+WITH = {"hidden": {"hidden": 2, "num_heads": 1}, "num_experts": {"num_topk": 1}}
+
+
+@pytest.mark.parametrize("name", LEAST)
+def test_least_values(name: str) -> None:
+    cases.tiny(**{name: LEAST[name], **WITH.get(name, {})})
+    with pytest.raises(InvalidConfig, match=f"{name}: got "):
+        cases.tiny(**{**WITH.get(name, {}), name: LEAST[name] - 1})
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_largest_values(name: str) -> None:
+    cases.tiny(**{name: MOST[name]})
+    with pytest.raises(InvalidConfig, match=f"{name}: got "):
+        cases.tiny(**{name: MOST[name] + 1})
+
+
+@pytest.mark.parametrize("option", ["record_routes", "replay_routes"])
+def test_routes_are_of_whole_runs(option: str) -> None:
+    cases.tiny(**{option: Path("routes.npz")})
+    with pytest.raises(InvalidConfig, match="resume: got True"):
+        cases.tiny(**{option: Path("routes.npz")}, resume=True)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_options_of_the_mixtures_arrive(monkeypatch: pytest.MonkeyPatch, dtype: Any) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(loop, "MoELayer", lambda config, group: made.append((config, group)))
+    same = {"hidden": 24, "intermediate": 20, "num_experts": 10, "num_topk": 3, "timeout_s": 7.5}
+    same |= {"aux_loss_coef": 0.25, "z_loss_coef": 0.125, "sums": "invariant"}
+    ranks: Any = SimpleNamespace(share=lambda count: range(count // 3), ep_group="its group")
+    loop.moe_factory(cases.tiny(**same, codec="int8", dtype=dtype, batch_size=6, seq_len=5), ranks)(0)
+    ((config, group),) = made
+    assert {name: getattr(config, name) for name in same} == same
+    assert (config.dispatch_dtype, config.combine_dtype) == (torch.int8, torch.int8)
+    assert config.dtype is (torch.bfloat16 if dtype == "bf16" else torch.float32)
+    assert (config.num_max_tokens_per_rank, group) == (10, "its group")
+
+
+@pytest.mark.parametrize(
+    ("first", "validated", "saved"),
+    [(0, [0, 3, 6, 7], [2, 4, 6, 7]), (4, [6, 7], [6, 7]), (7, [], [])],
+    ids=["new", "resumed", "finished"],
+)
+def test_what_happens_at_which_step(
+    monkeypatch: pytest.MonkeyPatch, first: int, validated: list[int], saved: list[int]
+) -> None:
+    config = cases.tiny(
+        steps=7, val_every=3, checkpoint_every=2, resume=first > 0, prompt="so ", sample_bytes=9, temperature=0.25,
+        seed=5, seq_len=6,
+    )  # fmt: skip
+    trainer: Any = object.__new__(loop.Trainer)
+    trainer.config, trainer.ranks, trainer.model, trainer.optimizer = config, SimpleNamespace(rank=1), "m", "o"
+    trainer.recording = None
+    found: dict[str, list[Any]] = {"validated": [], "trained": [], "saved": [], "text": [], "reported": []}
+    reporter = SimpleNamespace(training=found["reported"].append)
+    trainer._reporter = lambda step: contextlib.nullcontext(reporter) if step == first else pytest.fail(str(step))
+    trainer._validate = lambda step, reporter: found["validated"].append(step)
+    trainer._train_step = lambda step: found["trained"].append(step) or {"step": step}
+    where = config.out / "checkpoints"
+    monkeypatch.setattr(loop.checkpoint, "load", lambda *given: first if given == (where, "m", "o", config) else -1)
+    monkeypatch.setattr(loop.checkpoint, "save", lambda *given: found["saved"].append(given))
+    monkeypatch.setattr(loop, "generate", lambda forward, prompt, **given: found["text"].append((prompt, given)))
+    trainer.run()
+    assert found["validated"] == validated
+    assert found["trained"] == list(range(first + 1, 8))
+    assert found["reported"] == [{"step": step} for step in range(first + 1, 8)]
+    assert found["saved"] == [(where, step, "m", "o", config) for step in saved]
+    assert found["text"] == [("so ", {"num_bytes": 9, "seq_len": 6, "temperature": 0.25, "seed": 5})]
+
+
+class Stop(Exception):
+    pass
+
+
+def test_ranks_of_a_run_wait_as_long_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*given: Any) -> None:
+        raise Stop(*given)
+
+    monkeypatch.setattr(loop, "process_group", stop)
+    with pytest.raises(Stop) as raised:
+        train(cases.tiny(timeout_s=7.5))
+    assert raised.value.args == ("cpu", 7.5)
+
+
+@pytest.mark.parametrize("part", ["metrics.jsonl", "checkpoints"])
+def test_any_part_of_an_earlier_run_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, part: str) -> None:
+    """A directory with either is not written to; to go on, neither is in the way."""
+
+    def stop(*given: Any) -> None:
+        raise Stop(*given)
+
+    monkeypatch.setattr(loop.data, "load", stop)
+    with pytest.raises(Stop):
+        train(cases.tiny(out=tmp_path))
+    (tmp_path / part).mkdir()
+    with pytest.raises(InvalidConfig, match=r"out: got .*, which holds a run"):
+        train(cases.tiny(out=tmp_path))
+    with pytest.raises(Stop):
+        train(cases.tiny(out=tmp_path, resume=True))
 
 
 def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
