@@ -245,7 +245,7 @@ def change() -> None:
         if hasattr(torch.cuda.memory, name):
             setattr(torch.cuda.memory, name, value)
     _refuse_names()
-    torch.cuda.nccl.version = lambda: _NCCL  # type: ignore[assignment]
+    vars(torch.cuda.nccl)["version"] = lambda: _NCCL
     for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
         setattr(torch.cuda.nvtx, name, _nothing)
     torch.cuda.nvtx.range = _on_range
