@@ -267,7 +267,7 @@ Status Engine::combine_entries(const CombineArgs& a, const Returned<Acc>& in, ui
   const RecvPlan::Head& head = *plan.head;
   const Codec codec = dims_.codec(a.op);
   using Own = LocalEntries<Acc>;
-  // With weights of the source, the caller may write y once the first half has returned.
+  // The caller may write y once the first half has returned, if the source applies the weights.
   const bool all_pushed = codec != Codec::kRaw || out_overlaps_rows(a) || (a.topk_weights && half != Half::kBoth);
   const int64_t others = head.num_pulled - head.num_own;
   const auto send = [&](const auto& coop, int window, Header&) {

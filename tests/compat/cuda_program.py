@@ -55,6 +55,10 @@ def streams_and_amp():
     torch.cuda.current_stream().wait_stream(stream)
     end.record()
     torch.cuda.synchronize()
+    assert torch.Stream("cuda").query()
+    assert torch.Event(device="cuda:0", enable_timing=True).query()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]):
+        y = y * 1
     assert start.elapsed_time(end) >= 0
     model = torch.nn.Linear(4, 4).cuda()
     optimizer, scaler = torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cuda")
@@ -84,6 +88,7 @@ def refusals():
     raises("torch.cuda.graph:", lambda: torch.cuda.graph(None))
     raises("triton kernel double_kernel", lambda: double_kernel[(1,)](torch.ones(1), 1))
     raises("torch.cuda.set_device", lambda: torch.cuda.set_device(10_000))
+    raises("torch.cuda.memory._record_memory_history", torch.cuda.memory._record_memory_history)
     raises("torch.cuda.get_device_properties", lambda: torch.cuda.get_device_properties(10_000))
 
 

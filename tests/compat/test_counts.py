@@ -1,4 +1,4 @@
-"""What deep_ep counts in C++ equals what it counts with torch on other devices."""
+"""Compare the counts that deep_ep makes in C++ with those that it makes with torch on other devices."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import torch
 from moe_rt.lab.on_cpu.hooks import NotOnCpu, num_devices
 
 _current = {"device": 0}
-_MULTIPROCESSORS, _CAPABILITY = 132, (9, 0)
+_MULTIPROCESSORS, _CAPABILITY, _NCCL = 132, (9, 0), (2, 27, 3)
 _NAME = "CPU rank of moe-rt on-cpu"
 
 
@@ -75,7 +75,10 @@ class Stream:
     def query(self) -> bool:
         return True
 
-    def record_event(self, event: Event | None = None) -> Event:
+    def is_capturing(self) -> bool:
+        return False
+
+    def record_event(self, event: Any = None) -> Any:
         event = event or Event()
         event.record(self)
         return event
@@ -241,6 +244,15 @@ def change() -> None:
         setattr(torch.cuda, name, value)
         if hasattr(torch.cuda.memory, name):
             setattr(torch.cuda.memory, name, value)
+    _refuse_names()
+    vars(torch.cuda.nccl)["version"] = lambda: _NCCL
+    for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
+        setattr(torch.cuda.nvtx, name, _nothing)
+    torch.cuda.nvtx.range = _on_range
+
+
+def _refuse_names() -> None:
+    """Make graphs, pools and memory histories raise by name."""
     for name in (
         "CUDAGraph",
         "graph",
@@ -251,9 +263,8 @@ def change() -> None:
     ):
         setattr(torch.cuda, name, _refused(name))
     torch.cuda.graphs.CUDAGraph = torch.cuda.CUDAGraph  # type: ignore[misc]
-    for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
-        setattr(torch.cuda.nvtx, name, _nothing)
-    torch.cuda.nvtx.range = _on_range
+    for name in ("_record_memory_history", "_dump_snapshot", "_snapshot"):
+        setattr(torch.cuda.memory, name, _refused(f"memory.{name}"))
 
 
 @contextlib.contextmanager

@@ -51,6 +51,16 @@ class Generator(metaclass=_Real):
         return _Generator(cpu_of(device))
 
 
+def made_by(real: type, on_cuda: Callable[..., Any]) -> Any:
+    """Return a class like `real`, whose objects on CUDA devices are made by `on_cuda`."""
+
+    def make(cls: Any, device: Any = None, **keywords: Any) -> Any:
+        there = cpu_of(device) is not device or device is None
+        return on_cuda(**keywords) if there else real(device, **keywords)
+
+    return _Real(real.__name__, (), {"real": real, "__new__": make, "__doc__": real.__doc__})
+
+
 def mapped(fn: Callable[..., Any], keyword: str = "device") -> Callable[..., Any]:
     """Return a function whose keyword argument is mapped to the CPU, and which pins no memory."""
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils._device import _device_constructors
 
 from moe_rt.lab.on_cpu import cuda, groups
-from moe_rt.lab.on_cpu.devices import REAL_DEVICE, Generator, cpu_of, device, first_mapped, mapped
+from moe_rt.lab.on_cpu.devices import REAL_DEVICE, Generator, cpu_of, device, first_mapped, made_by, mapped
 
 
 def change() -> None:
@@ -20,12 +20,14 @@ def change() -> None:
         if callable(fn) and (name.endswith("_like") or (_hashable(fn) and fn in constructors)):
             setattr(torch, name, mapped(fn))
     torch.device, torch.Generator = device, Generator  # type: ignore[misc]
+    torch.Stream, torch.Event = made_by(torch.Stream, cuda.Stream), made_by(torch.Event, cuda.Event)  # type: ignore[misc]
     torch.load = mapped(torch.load, "map_location")
     torch.set_default_device = first_mapped(torch.set_default_device)
     torch.version.cuda = torch.version.cuda or "12.8"
     _change_tensors()
     _change_autocast()
     _change_operators()
+    _change_profiler()
     _hide_triton()
     cuda.change()
     groups.change()
@@ -109,6 +111,19 @@ def _change_operators() -> None:
     library.impl = on_cpu
     custom: Any = torch._library.custom_ops.CustomOpDef
     custom.register_kernel = first_mapped(custom.register_kernel, "device_types", 1)
+
+
+def _change_profiler() -> None:
+    """Profile the CPU where a program asks for CUDA."""
+    profile: Any = torch.profiler.profile
+    start, kinds = profile.__init__, torch.profiler.ProfilerActivity
+
+    @functools.wraps(start)
+    def begin(self: Any, *, activities: Any = None, **keywords: Any) -> None:
+        cpu = None if activities is None else {kinds.CPU if each is kinds.CUDA else each for each in activities}
+        start(self, activities=cpu, **keywords)
+
+    profile.__init__ = begin
 
 
 def _hide_triton() -> None:
