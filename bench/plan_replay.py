@@ -33,7 +33,8 @@ from moe_rt.train import metrics
 LAYERS, HIDDEN, INTERMEDIATE, EXPERTS, TOPK, SEQ_LEN = 4, 256, 256, 16, 2, 256
 SEQUENCES = 2  # of each rank in a step
 STEPS, SKIPPED = 24, 4  # the first steps fill caches and pools
-CALIBRATED = (128, 256, 1024, 2048)  # tokens of a rank; the trainer's 512 are not among them
+ITERS = 10
+CALIBRATED = (128, 256, 1024)  # tokens of a rank; the trainer's 512 are not among them
 OP = "layer+backward"
 
 
@@ -62,7 +63,7 @@ def lines_of(ranks: int, tokens: tuple[int, ...]) -> list[dict[str, str]]:
         for count in tokens
         for routing in ("uniform", "lognormal:1")
     ]
-    return measure_with_progress(cases, None)
+    return measure_with_progress(cases, ITERS, rounds=1)
 
 
 def busiest_of(recorded: routes.Routes, step: int, ranks: int) -> list[float]:

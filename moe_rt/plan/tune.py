@@ -1,8 +1,9 @@
 """Search of configurations with a learned predictor: try, learn, propose, as CubicML does, and two baselines.
 
-The predictor is an ensemble of ridge regressions on random Fourier features of the knobs, each fitted to a bootstrap of
-the trials; their spread is the uncertainty. A second ensemble learns whether a configuration is feasible.
-`random_search` draws without learning; `best_predicted` learns once and tries the best predictions (Neural Predictor).
+The predictor is a Gaussian process over the knobs, whose deviation is its uncertainty. Two configurations are alike by
+the mean likeness of their knobs, which learns each knob's own effect, and by the product, which learns how they act
+together. Another process learns whether a configuration is feasible. `random_search` draws without learning;
+`best_predicted` learns once and tries the best predictions (Neural Predictor).
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import product
 
 import click
 import numpy as np
@@ -24,7 +24,8 @@ from moe_rt.plan.distinct import Array
 from moe_rt.plan.models import Model
 
 Judge = Callable[[int], float]  # number of a configuration -> its cost; infinite if it cannot run
-MEMBERS, FEATURES, RIDGE = 12, 32, 0.01
+ALIKE_WORDS, LENGTH = 0.3, 0.7  # likeness of different words, and distance of numbers in deviations of their logarithms
+NOISE = 0.02  # scatter of a cost, in deviations of the costs
 LEAST_START, MOST_START = 4, 8  # random trials before the first prediction
 
 
@@ -48,35 +49,40 @@ class Space:
         chosen = np.unravel_index(number, [len(values) for values in self.knobs.values()])
         return {name: values[int(i)] for (name, values), i in zip(self.knobs.items(), chosen, strict=True)}
 
-    def features(self) -> Array:
-        """Return all configurations as vectors, [size, n]: logarithms of numbers, one column for each word."""
-        columns = []
-        for values in self.knobs.values():
-            if all(isinstance(value, (int, float)) for value in values):
-                logs = np.log2(np.maximum([float(value) for value in values], 1e-3))
-                columns.append(((logs - logs.mean()) / max(float(logs.std()), 1e-9))[:, None])
-            else:
-                columns.append(1.5 * np.eye(len(values)))
-        return np.stack([np.concatenate(row) for row in product(*columns)])
+    def alike(self) -> Array:
+        """Return how alike all configurations are, 0 to 1, [size, size]."""
+        chosen = np.unravel_index(np.arange(self.size), [len(values) for values in self.knobs.values()])
+        mean, product = np.zeros((self.size, self.size)), np.ones((self.size, self.size))
+        for values, at in zip(self.knobs.values(), chosen, strict=True):
+            knob = _alike(values)[np.ix_(at, at)]
+            mean += knob / len(self.knobs)
+            product *= knob
+        return (mean + product) / 2
+
+
+def _alike(values: Sequence[float | str]) -> Array:
+    """Return how alike a knob's values are, [values, values]: numbers by the distance of their logarithms."""
+    if not all(isinstance(value, (int, float)) for value in values):
+        return ALIKE_WORDS + (1 - ALIKE_WORDS) * np.eye(len(values))
+    logs = np.log2(np.maximum([float(value) for value in values], 1e-3))
+    apart = (logs[:, None] - logs) / max(float(logs.std()), 1e-9) / LENGTH
+    return np.asarray(np.exp(-(apart**2) / 2), float)
 
 
 class Predictor:
-    """An ensemble that predicts a cost from knobs, with an uncertainty."""
+    """A Gaussian process that predicts a number of every configuration, with its deviation."""
 
-    def __init__(self, features: Array, rng: np.random.Generator) -> None:
-        frequency = rng.standard_normal((features.shape[1], FEATURES)) * 0.5
-        waves = np.cos(features @ frequency + rng.uniform(0, 2 * math.pi, FEATURES)) * math.sqrt(2 / FEATURES)
-        self._seen = np.concatenate([np.ones((len(features), 1)), features, waves], axis=1)
-        self._rng = rng
+    def __init__(self, space: Space) -> None:
+        self._alike = space.alike()
 
-    def predict(self, tried: Sequence[int], costs: Array) -> tuple[Array, Array]:
-        """Learn from trials, and return mean and spread of the cost of every configuration, both [size]."""
-        known, made = self._seen[list(tried)], []
-        for _ in range(MEMBERS):
-            weights = self._rng.exponential(size=len(tried))  # a smooth bootstrap
-            normal = known.T @ (weights[:, None] * known) + RIDGE * np.eye(known.shape[1])
-            made.append(self._seen @ np.linalg.solve(normal, known.T @ (weights * costs)))
-        return np.mean(made, axis=0), np.std(made, axis=0) + 1e-6
+    def predict(self, tried: Sequence[int], seen: Array) -> tuple[Array, Array]:
+        """Learn from what trials showed, [n], and return mean and deviation for every configuration, both [size]."""
+        across = self._alike[:, list(tried)]
+        known = across[list(tried)] + NOISE**2 * np.eye(len(tried))
+        solved = np.linalg.solve(known, across.T)
+        middle, scale = float(seen.mean()), max(float(seen.std()), 1e-6)
+        left = np.maximum(1 - np.einsum("ij,ji->i", across, solved), 1e-9)
+        return solved.T @ (seen - middle) + middle, scale * np.sqrt(left)
 
 
 @dataclass(frozen=True)
@@ -91,31 +97,28 @@ def cubic(space: Space, judge: Judge, trials: int, seed: int = 0) -> Iterator[Tr
     """Yield trials: a few random ones, then each the configuration with the best expected improvement."""
     start = max(LEAST_START, min(MOST_START, space.size // 16))
     rng = np.random.default_rng(seed)
-    predictor, tried, costs = Predictor(space.features(), rng), list[int](), list[float]()
+    predictor, tried, costs = Predictor(space), list[int](), list[float]()
     for number in rng.permutation(space.size)[: min(start, trials)].tolist():
         tried.append(number)
         costs.append(judge(number))
         yield Trial(number, costs[-1])
     while len(tried) < min(trials, space.size):
-        tried.append(_propose(predictor, tried, np.array(costs), space.size))
+        tried.append(_propose(predictor, tried, np.array(costs), rng))
         costs.append(judge(tried[-1]))
         yield Trial(tried[-1], costs[-1])
 
 
-def _propose(predictor: Predictor, tried: list[int], costs: Array, size: int) -> int:
+def _propose(predictor: Predictor, tried: list[int], costs: Array, rng: np.random.Generator) -> int:
     """Return the untried configuration of the largest expected improvement times its chance to be feasible."""
-    runs = np.isfinite(costs)
-    untried = np.setdiff1d(np.arange(size), tried)
-    if not runs.any():
-        return int(predictor._rng.choice(untried))
-    logs = np.log(np.where(runs, costs, 1.0))
-    worst = float(logs[runs].max())
-    mean, spread = predictor.predict([n for n, r in zip(tried, runs, strict=True) if r], logs[runs] - worst)
-    chance = np.ones(size)
+    runs, chance = np.isfinite(costs), np.ones(1)
     if not runs.all():
-        feasible, _ = predictor.predict(tried, runs.astype(float))
-        chance = np.clip(feasible, 0.02, 1.0)
-    z = (float(logs[runs].min()) - worst - mean) / spread
+        chance = np.clip(predictor.predict(tried, runs.astype(float))[0], 0.02, 1.0)
+    if not runs.any():
+        return int(rng.choice(np.setdiff1d(np.arange(len(chance)), tried)))
+    logs = np.log(costs[runs])
+    mean, spread = predictor.predict([n for n, r in zip(tried, runs, strict=True) if r], logs)
+    untried = np.setdiff1d(np.arange(len(mean)), tried)
+    z = (float(logs.min()) - mean) / spread
     density = np.exp(-z * z / 2) / math.sqrt(2 * math.pi)
     below = np.array([0.5 * math.erfc(-value / math.sqrt(2)) for value in z])
     gain = spread * (z * below + density) * chance
@@ -131,13 +134,13 @@ def random_search(space: Space, judge: Judge, trials: int, seed: int = 0) -> Ite
 def best_predicted(space: Space, judge: Judge, trials: int, seed: int = 0, share: float = 0.5) -> Iterator[Trial]:
     """Yield random trials for a share of the budget, then the best predictions of one fit, in order."""
     rng = np.random.default_rng(seed)
-    predictor, seen = Predictor(space.features(), rng), list[Trial]()
+    predictor, seen = Predictor(space), list[Trial]()
     for number in rng.permutation(space.size)[: max(2, round(share * trials))].tolist():
         seen.append(Trial(number, judge(number)))
         yield seen[-1]
     runs = [trial for trial in seen if math.isfinite(trial.cost)]
     logs = np.log([trial.cost for trial in runs]) if runs else np.zeros(0)
-    order = np.argsort(predictor.predict([t.number for t in runs], logs - logs.mean())[0]) if runs else np.arange(0)
+    order = np.argsort(predictor.predict([t.number for t in runs], logs)[0]) if runs else np.arange(0)
     left = [int(number) for number in order if number not in {trial.number for trial in seen}]
     for number in left[: trials - len(seen)]:
         yield Trial(number, judge(number))
