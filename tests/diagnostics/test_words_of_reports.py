@@ -218,7 +218,7 @@ def test_the_dead_and_the_closed_come_before_the_late(
 
 
 def test_what_any_segment_says_of_a_rank() -> None:
-    """The largest number that it announced to any rank, and that it has closed, as any rank was told."""
+    """The largest number that it announced to any rank, and that it has closed, in any of them."""
     segments: Any = [
         SimpleNamespace(closed_to=closed, announced=announced, nodes=[0, 0, 1])
         for closed, announced in (

@@ -142,7 +142,7 @@ LEAST = {
     **dict.fromkeys(("lr", "grad_clip", "timeout_s"), 1e-9),
 }
 MOST = {"min_lr_ratio": 1.0, "num_topk": 6}
-# What other options must be for these.
+# Other options that these need.
 WITH = {"hidden": {"hidden": 2, "num_heads": 1}, "num_experts": {"num_topk": 1}}
 
 
