@@ -267,3 +267,12 @@ def test_ranks_wait_for_the_making_of_a_buffer_as_long_as_asked(monkeypatch: pyt
         with pytest.raises(ConfigMismatch, match="enough"):
             make()
     assert waited == [5.0, 5.0]
+
+
+def test_no_group_is_the_default_group(fakes: list[FakeBuffer], monkeypatch: pytest.MonkeyPatch) -> None:
+    world = ThreadGroup.make(1)[0]
+    stand_in = SimpleNamespace(is_initialized=lambda: True, group=SimpleNamespace(WORLD=world))
+    monkeypatch.setattr(pool, "dist", stand_in)
+    sizes = dict(num_max_tokens_per_rank=4, **SIZES)
+    assert pool.BufferPool(None).fixed(**sizes) is pool.BufferPool(world).fixed(**sizes)
+    assert [buffer.group for buffer in fakes] == [world]
