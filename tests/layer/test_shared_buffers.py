@@ -276,3 +276,20 @@ def test_no_group_is_the_default_group(fakes: list[FakeBuffer], monkeypatch: pyt
     sizes = dict(num_max_tokens_per_rank=4, **SIZES)
     assert pool.BufferPool(None).fixed(**sizes) is pool.BufferPool(world).fixed(**sizes)
     assert [buffer.group for buffer in fakes] == [world]
+
+
+@pytest.mark.parametrize("half", ["dispatch", "combine"])
+def test_either_half_of_a_graph_keeps_the_buffer(half: str) -> None:
+    growing = GrowingBuffer(ThreadGroup.make(1)[0], GrowingOptions(), **SIZES)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        idx = torch.zeros(len(x), 1, dtype=torch.int64)
+        received = growing.dispatch(x, idx, torch.ones(len(x), 1), tag=1)
+        if half == "dispatch":
+            return received.rows
+        return received.combine(received.rows.detach().requires_grad_())
+
+    out = run(torch.ones(64, 8, requires_grad=True))
+    run(torch.ones(65, 8, requires_grad=True))
+    gc.collect()
+    out.sum().backward()
