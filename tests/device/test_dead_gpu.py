@@ -117,10 +117,10 @@ def stub(refuses: bool = False) -> tuple[Any, list[Any]]:
 
 @pytest.fixture
 def codes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return the codes that peers are told."""
-    told: list[int] = []
-    monkeypatch.setattr(cuda._engine, "EndArgs", lambda code: told.append(int(code)))
-    return told
+    """Return the codes that peers get."""
+    sent: list[int] = []
+    monkeypatch.setattr(cuda._engine, "EndArgs", lambda code: sent.append(int(code)))
+    return sent
 
 
 def test_a_close_tells_peers_first_and_keeps_what_queued_kernels_use(codes: list[int]) -> None:
@@ -164,7 +164,7 @@ def test_the_first_cause_ends_the_group(codes: list[int], error: MoeRtError, cod
     assert codes == [code]
     cause = ValueError("later")
     engine.poison(cause)
-    assert codes == [code], "peers are told once"
+    assert codes == [code], "peers get it once"
     with pytest.raises(GroupPoisoned, match=str(error.args[0])) as ended:
         engine.health()
     assert (ended.value.rank, ended.value.__cause__) == (1, error)

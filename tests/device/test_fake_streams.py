@@ -1,4 +1,4 @@
-"""What must wait for a GPU's streams, and what must stay alive until they are done, on streams and events of a test."""
+"""Work of a GPU that waits for its streams, and memory that lives until they are done, on streams of a test."""
 
 from __future__ import annotations
 

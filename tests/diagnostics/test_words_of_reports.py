@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -189,3 +190,49 @@ def test_poison() -> None:
 
 def test_names_of_ranks() -> None:
     assert [name_ranks(r) for r in ([3], [0, 3], [0, 1, 3])] == ["rank 3", "ranks 0 and 3", "ranks 0, 1 and 3"]
+
+
+@pytest.mark.parametrize(
+    ("dead", "closed", "stragglers"),
+    [((), (), [1, 2]), ((2,), (), [2]), ((), (1,), [1]), ((2,), (1,), [1, 2]), ((0,), (), [1, 2])],
+)
+def test_the_dead_and_the_closed_come_before_the_late(
+    monkeypatch: pytest.MonkeyPatch, dead: tuple[int, ...], closed: tuple[int, ...], stragglers: list[int]
+) -> None:
+    """Ranks 0 and 3 wait for ranks 1 and 2."""
+    ranks = [
+        replace(
+            rank(r, op(phase="wait", status="", end_ns=0), waits_for=(1, 2) if r in (0, 3) else ()),
+            process="dead" if r in dead else "running",
+            closed=r in closed,
+        )
+        for r in range(4)
+    ]
+    view = SimpleNamespace(segment=None)
+    monkeypatch.setattr(collect, "_look_at", lambda *given: view)
+    monkeypatch.setattr(collect, "_rank_report", lambda number, *given: ranks[number])
+    report = collect.report_on([(1, 1)] * 4, [None] * 4, [None] * 4)
+    assert report.stragglers == stragglers
+    assert report.ranks == ranks
+    assert [line.split()[1] for line in report.conclusion.splitlines()] == [str(r) for r in stragglers]
+
+
+def test_what_any_segment_says_of_a_rank() -> None:
+    """The largest number that it announced to any rank, and that it has closed, in any of them."""
+    segments: Any = [
+        SimpleNamespace(closed_to=closed, announced=announced, nodes=[0, 0, 1])
+        for closed, announced in (
+            ([False, False, False], [[3, 1, 2], [4, 4, 5]]),
+            ([False, True, False], [[2, 2, 2], [5, 3, 6]]),
+            ([False, False, False], [[1, 0, 4], [0, 5, 0]]),
+        )
+    ]
+    view: Any = SimpleNamespace(segment=None, pid=7, process="running", problem="not mapped here")
+    found = [collect._rank_report(r, view, segments, 9 * S) for r in range(3)]
+    assert [each.announced for each in found] == [
+        {"dispatch": 3, "combine": 5}, {"dispatch": 2, "combine": 5}, {"dispatch": 4, "combine": 6}
+    ]  # fmt: skip
+    assert [each.closed for each in found] == [False, True, False]
+    assert [(each.rank, each.node, each.problem) for each in found] == [
+        (r, node, "not mapped here") for r, node in enumerate((0, 0, 1))
+    ]

@@ -32,14 +32,17 @@ struct Copying final : Network {
       : segments(all), at(layout.window[kWindow]), most_pulls(pulls) {}
   void get(int peer, int64_t offset, void* to, int64_t bytes) override {
     if (offset >= at.tokens) asked.insert(peer);
-    const int64_t most_copies = kTokens * kTopk;
-    const bool leaves =
-        (offset >= at.weights && offset < at.tokens && bytes > at.weights + most_copies * 4 - offset) ||
-        (offset >= at.copies && offset < at.weights &&
-         bytes > at.copies + most_copies * int64_t{sizeof(Copy)} - offset) ||
-        (offset >= at.pulls && offset < at.copies && bytes > at.pulls + most_pulls * int64_t{sizeof(Pull)} - offset);
+    const bool leaves = offset + bytes > end_of(offset);
     if (leaves) left.insert(peer);
     if (!leaves) std::memcpy(to, segments[peer].get() + offset, bytes);
+  }
+  // Returns the end of what a request begins in: rows, a list, or the counts, after which all lists may come.
+  int64_t end_of(int64_t offset) const {
+    if (offset >= at.tokens) return at.partials;
+    if (offset >= at.weights) return at.weights + kTokens * kTopk * int64_t{sizeof(float)};
+    if (offset >= at.copies) return at.copies + kTokens * kTopk * int64_t{sizeof(Copy)};
+    if (offset >= at.pulls) return at.pulls + most_pulls * int64_t{sizeof(Pull)};
+    return at.tokens;
   }
   void put(int, int64_t, const void*, int64_t) override {}
   void put_last(int, int64_t, uint64_t) override {}
@@ -198,6 +201,21 @@ void far_ranges() {
   }
 }
 
+// Tokens that there are not: no row is requested of them.
+void far_tokens() {
+  for (const int peer : {1, 2}) {
+    for (const int32_t token : {-1, kTokens, kTokens + 1, INT32_MAX, INT32_MIN}) {
+      Group group{{}};
+      const auto lists = RouteLists<float>::view(group.world(peer), peer, kWindow);
+      const int32_t first = lists.pull_offs[kMe];
+      lists.pull_offs.start[kMe + 1] = first + 1;
+      lists.pulls.start[first].token = token;
+      expect(asked_for_rows(group) == std::set<int>{3 - peer}, "a token out of range: a row was requested", peer);
+      expect(left_a_list.empty(), "a token out of range: a list was left", peer);
+    }
+  }
+}
+
 // Rank 0 is the only rank of its node and passes on what ranks 1 and 2 send to it.
 void clients() {
   for (const int peer : {1, 2, 0}) {
@@ -228,6 +246,7 @@ int main() {
   far_lists();
   before_the_wait();
   far_ranges();
+  far_tokens();
   clients();
   return wrong != 0;
 }

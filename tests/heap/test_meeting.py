@@ -18,6 +18,7 @@ from moe_rt import Buffer, MoEConfig, MoELayer, ThreadGroup
 from moe_rt.errors import ConcurrentUse, InvalidConfig, PeerDead, PeerTimeout
 from moe_rt.group import meeting
 from moe_rt.group.processes import watch
+from moe_rt.group.rendezvous import Rendezvous, StoreRendezvous
 
 SIZE = 3
 
@@ -114,7 +115,24 @@ def test_one_thread_makes_a_buffer_as_a_rank() -> None:
     assert [type(error) for error in raised] == [ConcurrentUse, ConcurrentUse]
 
 
-def refused(group: ThreadGroup) -> BaseException:
+def test_all_rendezvous_of_a_group_have_one_seat() -> None:
+    """So one thread at a time makes a buffer, and what ended an attempt is known to the next."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        raised: list[BaseException] = []
+        with StoreRendezvous(group):
+            another = threading.Thread(target=lambda: raised.append(refused(StoreRendezvous(group))))
+            another.start()
+            another.join()
+        assert [type(error) for error in raised] == [ConcurrentUse]
+        assert StoreRendezvous(group)._seat is StoreRendezvous(group)._seat
+    finally:
+        dist.destroy_process_group()
+
+
+def refused(group: Rendezvous) -> BaseException:
     with pytest.raises(ConcurrentUse) as raised, group:  # before it takes part in the other thread's meeting
         pass
     return raised.value

@@ -9,6 +9,7 @@ import os
 from typing import Any
 
 import pytest
+from support.ranks import ThreadRanks
 
 from moe_rt import ThreadGroup
 from moe_rt.errors import SegmentPermission
@@ -68,6 +69,7 @@ DIFFERENCES = {
     "another size": {"size": 8192},
     "another inode": {"ino": 1 << 40},
     "another device": {"dev": 1 << 40},
+    "another user": {"user": os.geteuid() + 1},
     "no seal against shrinking": {"seals": fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL},
     "no seal against growing": {"seals": fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL},
     "no seal against seals": {"seals": fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW},
@@ -75,7 +77,9 @@ DIFFERENCES = {
 
 
 @pytest.mark.parametrize("changes", [{}, *DIFFERENCES.values()], ids=["as announced", *DIFFERENCES])
-def test_a_segment_that_is_not_what_its_rank_announced(changes: dict[str, int]) -> None:
+def test_a_segment_that_is_not_what_its_rank_announced(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, int]
+) -> None:
     fd = os.memfd_create("segment", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, changes.get("size", 4096))
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, changes.get("seals", shm._SEALS))
@@ -83,6 +87,8 @@ def test_a_segment_that_is_not_what_its_rank_announced(changes: dict[str, int]) 
     record = {"pid": os.getpid(), "fd": fd, "dev": stat.st_dev, "ino": stat.st_ino, "host": "here"}
     record |= {name: value for name, value in changes.items() if name in record}
     segments, opened = Segments([], [], []), [fd]
+    user = changes.get("user", os.geteuid())
+    monkeypatch.setattr(os, "geteuid", lambda: user)
     try:
         if not changes:
             shm.attach_segment(0, 1, record, 4096, opened, segments)
@@ -101,3 +107,24 @@ def test_a_segment_that_is_not_what_its_rank_announced(changes: dict[str, int]) 
 def test_only_a_lack_of_memory_is_one(name: str) -> None:
     assert no_memory(OSError(getattr(errno, name), name)) is (name != "EACCES")
     assert no_memory(OverflowError())
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_a_refused_segment_leaves_nothing_on_any_rank(monkeypatch: pytest.MonkeyPatch, who: int) -> None:
+    made: list[Segments] = []
+    attach = shm.attach_segment
+
+    def refusing(me: int, peer: int, record: Any, num_bytes: int, opened: list[int], segments: Segments) -> None:
+        attach(me, peer, record, num_bytes, opened, segments)
+        made.extend([segments] * (peer == 0))
+        if (me, peer) == (who, 1):
+            raise SegmentPermission("another segment", rank=me, peer=peer)
+
+    monkeypatch.setattr(shm, "attach_segment", refusing)
+    for _ in range(2):  # some descriptors are opened once
+        made.clear()
+        before = len(os.listdir("/proc/self/fd"))
+        errors = ThreadRanks(3).outcomes(lambda group: shm.allocate(group, 4096, 60.0))
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert [type(error) for error in errors] == [SegmentPermission] * 3
+    assert [segments.mappings for segments in made] == [[]] * 3, "errors that are kept keep no memory"

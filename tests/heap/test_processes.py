@@ -1,4 +1,4 @@
-"""The cores that ranks share, from which the engine decides whether ranks must yield to each other."""
+"""Processes of ranks: the cores that they share, one watch of each, and where their numbers mean something."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from moe_rt import Buffer, _engine
+from moe_rt.group import processes
 from moe_rt.group.processes import num_cores
 from moe_rt.group.rendezvous import ThreadGroup
 
@@ -58,3 +59,33 @@ def test_engine_knows_the_cores_of_its_ranks(monkeypatch: pytest.MonkeyPatch) ->
     finally:
         os.sched_setaffinity(os.getpid(), CORES)
     assert seen == [1, len(CORES)]
+
+
+def test_a_number_that_another_process_has_by_now_is_watched_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Process:
+        ended = False
+
+        def __init__(self, pid: int) -> None:
+            self.pid = pid
+
+        def has_ended(self) -> bool:
+            return self.ended
+
+    monkeypatch.setattr(processes, "Watch", Process)
+    pid = (1 << 31) - 7
+    first: Any = processes.watch(pid)
+    assert processes.watch(pid) is first, "all buffers share it"
+    first.ended = True
+    assert processes.watch(pid) is not first
+    assert processes.watch(pid).has_ended() is False
+
+
+def test_two_places_that_the_system_does_not_report_are_not_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hidden(path: str) -> str:
+        raise OSError("hidden")
+
+    assert processes.place() == processes.place()
+    monkeypatch.setattr(os, "readlink", hidden)
+    one, other = processes.place(), processes.place()
+    assert one["where"] != other["where"]
+    assert all(each["where"].startswith(processes.UNKNOWN) for each in (one, other))

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 from moe_rt import ThreadGroup  # noqa: E402
 from moe_rt.buffer.pool import GrowingOptions  # noqa: E402
-from moe_rt.errors import InvalidConfig, InvalidInput  # noqa: E402
+from moe_rt.errors import GroupPoisoned, InvalidConfig, InvalidInput  # noqa: E402
 from moe_rt.integrations import transformers as adapter  # noqa: E402
 from moe_rt.integrations.transformers import configure  # noqa: E402
 
@@ -203,7 +203,7 @@ def test_what_a_layer_sends(real: list[bool] | None, send_padding: bool, sums: A
         return Received()
 
     class Experts:
-        row_wise: bool | None = None
+        row_wise = sums != "invariant"  # as another forward's options left it
 
         def dtype_of_rows(self, x: torch.Tensor) -> torch.dtype:
             return torch.bfloat16
@@ -247,6 +247,16 @@ def test_a_refusal_is_of_the_layer_that_refuses(has_run: bool) -> None:
         layer.refuse(error)
     assert raised.value is error
     assert refused == [6] * has_run
+
+
+def test_a_refusal_before_the_first_buffer_reaches_peers_that_come_to_make_it() -> None:
+    waits, refuses = ThreadGroup.make(2)
+    layer: Any = adapter.MoeRtEP.__new__(adapter.MoeRtEP)
+    layer._tag, layer.ep_mesh, layer._buffer = 6, refuses, None
+    with pytest.raises(InvalidInput):
+        layer.refuse(InvalidInput("x: got nothing"))
+    with pytest.raises(GroupPoisoned, match="rank 1 gave up: InvalidInput: x: got nothing"), waits:
+        waits.raise_first_failure()
 
 
 def test_a_model_without_a_plan(make_ranks: MakeRanks, saved: Callable[..., str]) -> None:

@@ -290,3 +290,28 @@ def test_each_pair_of_options_is_among_the_combinations() -> None:
         found = {(given[one], given[other]) for given in COMBINATIONS}
         missing = set(itertools.product(ours, theirs)) - found
         assert missing == (allowed if (one, other) == ("score_func", "topk_before_softmax") else set())
+
+
+def test_a_reset_forgets_what_was_learned() -> None:
+    router = make_router(balance_bias=True, router_bias=True)
+    with torch.no_grad():
+        for t in (router.weight, router.bias, router.balance_bias):
+            assert t is not None
+            t.fill_(7.0)
+    router.reset_parameters()
+    assert router.bias is not None
+    assert router.balance_bias is not None
+    assert router.bias.count_nonzero() == router.balance_bias.count_nonzero() == 0
+    assert float(router.weight.detach().std()) == pytest.approx(router.weight.shape[1] ** -0.5, rel=0.2)
+
+
+@pytest.mark.parametrize("scope", ["sequence", "batch"])
+def test_more_leading_dimensions_are_more_sequences(scope: str) -> None:
+    router, x = make_router(balance_scope=scope), tokens(6, 7)
+    mask = torch.rand(6, 7, generator=torch.Generator().manual_seed(1)) < 0.7
+    for given in ({}, {"mask": mask}):
+        expected = router(x, **given)[2]
+        got = router(x.unflatten(0, (2, 3)), **{name: t.unflatten(0, (2, 3)) for name, t in given.items()})[2]
+        torch.testing.assert_close(got.load_balancing_loss, expected.load_balancing_loss)
+        torch.testing.assert_close(got.z_loss, expected.z_loss)
+        assert torch.equal(got.tokens_per_expert, expected.tokens_per_expert)

@@ -267,3 +267,29 @@ def test_ranks_wait_for_the_making_of_a_buffer_as_long_as_asked(monkeypatch: pyt
         with pytest.raises(ConfigMismatch, match="enough"):
             make()
     assert waited == [5.0, 5.0]
+
+
+def test_no_group_is_the_default_group(fakes: list[FakeBuffer], monkeypatch: pytest.MonkeyPatch) -> None:
+    world = ThreadGroup.make(1)[0]
+    stand_in = SimpleNamespace(is_initialized=lambda: True, group=SimpleNamespace(WORLD=world))
+    monkeypatch.setattr(pool, "dist", stand_in)
+    sizes = dict(num_max_tokens_per_rank=4, **SIZES)
+    assert pool.BufferPool(None).fixed(**sizes) is pool.BufferPool(world).fixed(**sizes)
+    assert [buffer.group for buffer in fakes] == [world]
+
+
+@pytest.mark.parametrize("half", ["dispatch", "combine"])
+def test_either_half_of_a_graph_keeps_the_buffer(half: str) -> None:
+    growing = GrowingBuffer(ThreadGroup.make(1)[0], GrowingOptions(), **SIZES)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        idx = torch.zeros(len(x), 1, dtype=torch.int64)
+        received = growing.dispatch(x, idx, torch.ones(len(x), 1), tag=1)
+        if half == "dispatch":
+            return received.rows
+        return received.combine(received.rows.detach().requires_grad_())
+
+    out = run(torch.ones(64, 8, requires_grad=True))
+    run(torch.ones(65, 8, requires_grad=True))
+    gc.collect()
+    out.sum().backward()

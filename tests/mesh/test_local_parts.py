@@ -1,4 +1,4 @@
-"""What ranks agree on about their experts, and how parts become whole, with collectives between threads."""
+"""Ranks agree on their experts, and gather whole tensors from parts, with collectives between threads."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Collectives:
         return "gloo"
 
     def all_gather(self, received: list[Tensor], given: Tensor, group: tuple[int, ...]) -> None:
-        """All ranks call it at the same time, perhaps each in a group of its own."""
+        """All ranks call it at the same time, perhaps each in another group."""
         self._given[self.get_rank()] = given
         self._barrier.wait(60.0)
         for place, rank in enumerate(group):

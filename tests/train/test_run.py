@@ -142,7 +142,7 @@ LEAST = {
     **dict.fromkeys(("lr", "grad_clip", "timeout_s"), 1e-9),
 }
 MOST = {"min_lr_ratio": 1.0, "num_topk": 6}
-# What other options must be for these.
+# Other options that these need.
 WITH = {"hidden": {"hidden": 2, "num_heads": 1}, "num_experts": {"num_topk": 1}}
 
 
@@ -212,6 +212,29 @@ def test_what_happens_at_which_step(
     assert found["reported"] == [{"step": step} for step in range(first + 1, 8)]
     assert found["saved"] == [(where, step, "m", "o", config) for step in saved]
     assert found["text"] == [("so ", {"num_bytes": 9, "seq_len": 6, "temperature": 0.25, "seed": 5})]
+
+
+def test_a_validation_is_the_mean_over_the_bytes_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    targets = torch.randint(256, (2, 2, 3), generator=generator)
+    targets[1, 1, 1:] = -100  # padding
+    logits = torch.randn(2, 2, 3, 256, generator=generator)
+    own = sum(-logits[i].log_softmax(-1)[at][targets[i][at]] for i in (0, 1) for at in valid(targets[i]))
+    monkeypatch.setattr(loop.dist, "all_reduce", lambda sums: sums.add_(torch.tensor([10.0, 4.0])))
+    trainer: Any = object.__new__(loop.Trainer)
+    trainer.config = cases.tiny()
+    trainer.val_batches = [(number, targets[number]) for number in (0, 1)]
+    trainer._forward = lambda number: SimpleNamespace(logits=logits[number])
+    rows: list[Any] = []
+    trainer._validate(7, SimpleNamespace(validation=rows.append))
+    trainer._validate(8, None)
+    (row,) = rows
+    expected = (float(own) + 10) / (10 + 4)
+    assert row == {"step": 7, "val_loss": pytest.approx(expected), "val_bpb": pytest.approx(expected / math.log(2))}
+
+
+def valid(targets: Tensor) -> list[tuple[int, int]]:
+    return [(i, j) for i in range(2) for j in range(3) if targets[i, j] >= 0]
 
 
 class Stop(Exception):
