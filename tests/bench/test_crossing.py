@@ -137,7 +137,8 @@ def test_options_that_say_where() -> None:
         (4, 8, "1gbit"),
         (4, 8, ""),
     ]
-    assert {*ON_ONE_HOST, *ON_NODES, "moe_rt_invariant"} == set(NAMES), "that one is compared only where asked for"
+    on_demand = {"moe_rt_invariant", "moe_rt_chunks"}
+    assert {*ON_ONE_HOST, *ON_NODES, *on_demand} == set(NAMES)
 
 
 def test_what_tables_show_of_links() -> None:

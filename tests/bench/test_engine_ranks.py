@@ -26,7 +26,7 @@ class Ranks:
             self.limits.append(timeout_s)
         return any(rank in self.said for rank in ranks)
 
-    def hear(self, rank: int, timeout_s: float) -> bytes:
+    def receive(self, rank: int, timeout_s: float) -> bytes:
         if rank not in self.said:
             raise TimeoutError
         return self.said.pop(rank)

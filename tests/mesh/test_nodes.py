@@ -31,6 +31,8 @@ def test_equals_its_process_group(
 ) -> None:
     for found, (on_mesh, on_group) in make_ranks("shm", 4).run(cases.over_nodes, shape, named):
         assert found == nodes
+        # A norm adds up by expert over a group, and by tensor over a mesh.
+        torch.testing.assert_close(on_mesh.pop("norm"), on_group.pop("norm"), rtol=1e-14, atol=0)
         torch.testing.assert_close(on_mesh, on_group, rtol=0, atol=0)
 
 

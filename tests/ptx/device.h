@@ -172,7 +172,7 @@ class Device {
   std::mutex door_;             // guards coming_
   int coming_ = 0;              // host threads that wait for the device to pause; it resumes after them
   int asleep_ = 0, woken_ = 0;  // hosts that wait for a launch; of them, the hosts that have yet to check again
-  uint64_t num_wakeups_ = 0;           // number of wake-ups
+  uint64_t num_wakeups_ = 0;    // number of wake-ups
   std::thread thread_;
   bool started_ = false, dead_ = false, real_time_ = false;
   uint64_t wound_ns_ = 1;

@@ -84,7 +84,7 @@ def compile_kernels(
         defines: Macros and their values.
         library: Library whose headers are included before the source, and which is linked.
         cache: False to neither read nor write the cache.
-        root: Directory of `protocol` and `device`; source_dir() by default.
+        root: Directory of `protocol` and `gpu`; source_dir() by default.
 
     Raises:
         CompileError: with the compiler's log, or with what to install.
