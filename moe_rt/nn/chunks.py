@@ -114,6 +114,9 @@ def run(
         The chunks, in the order of tokens.
     """
     split, num_tokens = unwatched(*batch), len(batch[0])
+    if num_tokens > buffer.spec.num_max_tokens_per_rank:
+        rows, idx, weights = batch
+        buffer.dispatch(rows, idx, weights, tag=tag)  # refuses the batch on every rank, and names the batch's size
     ends = [num_tokens * i // num_chunks for i in range(num_chunks + 1)]
     most = -(-buffer.spec.num_max_tokens_per_rank // num_chunks)
     chunks = [Chunk(buffer, tag, [t[ends[i] : ends[i + 1]] for t in batch], most, split) for i in range(num_chunks)]

@@ -29,6 +29,7 @@ def test_a_buffer_finds_what_was_compiled(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(compiling, "VARIANTS", (Variant("kernels.cu", "F32", 20, 3),))
     monkeypatch.setattr(compiling, "NEEDED", ())
     monkeypatch.setattr(compiling, "LARGEST", Variant("kernels.cu", "F32", 20, 3))
+    assert call("--into", str(tmp_path / "earlier"), "--arch", "sm_90a").exit_code == 0
     result = call("--into", str(tmp_path / "kernels"), "--arch", "sm_90a")
     assert result.exit_code == 0, result.output
     assert "1 compiled sources in" in result.output

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moe_rt import MoELayer
 from moe_rt.engine.cpu import CpuEngine
-from moe_rt.errors import MoeRtError
+from moe_rt.errors import MoeRtError, TooManyTokens
 from moe_rt.nn import experts
 from moe_rt.parallel import prepare
 
@@ -152,6 +152,22 @@ def different_numbers(group: Any) -> str:
     finally:
         layer.buffer.close()
     return ""
+
+
+def too_many_tokens(group: Any) -> list[str]:
+    """Return the error of a batch that is too large on rank 1, in chunks, and what the next batch gives."""
+    layer = make_layer(group, 3)
+    most = layer.config.num_max_tokens_per_rank
+    assert most is not None
+    x = torch.randn(most + 6 if group.rank() == 1 else 2, layer.config.hidden)
+    texts = []
+    for rows in (x, x[:2]):
+        try:
+            texts.append(f"{len(layer(rows)[0])} tokens")
+        except TooManyTokens as error:
+            texts.append(str(error))
+    layer.buffer.close()
+    return texts
 
 
 def raises_between(group: Any) -> list[str]:

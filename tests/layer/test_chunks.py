@@ -79,6 +79,15 @@ def test_numbers_that_differ(make_ranks: MakeRanks) -> None:
     assert {text.split(":")[0] for text in make_ranks("shm", 2).run(cases.different_numbers)} == {"ConfigMismatch"}
 
 
+def test_too_many_tokens(make_ranks: MakeRanks) -> None:
+    """Every rank names the batch's tokens, not a chunk's, and may go on."""
+    for rank, (text, after) in enumerate(make_ranks("shm", 2).run(cases.too_many_tokens)):
+        most = cases.config().num_max_tokens_per_rank
+        expected = f"num_max_tokens_per_rank = {most}" if rank == 1 else f"{most}, num_max_tokens_per_rank"
+        assert f"got {most + 6} tokens, expected at most {expected}" in text, (rank, text)
+        assert after == "2 tokens"
+
+
 def test_exception_while_an_op_is_under_way(make_ranks: MakeRanks) -> None:
     """The next op of that rank is refused on every rank, by an error that names the op under way."""
     first, second = make_ranks("shm", 2).run(cases.raises_between)

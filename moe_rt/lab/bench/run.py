@@ -91,7 +91,8 @@ def run(cases: list[Case], settings: Settings, sweep: bool, progress: Callable[[
         measured.update(zip(group, map(summarise, records), strict=True))
     runs = [measured[place] for place in range(len(cases))]
     started_by = "python" if mpirun is None else "mpirun"
-    document = {"machine": card, "settings": {**vars(settings), "started_by": started_by}, "runs": runs}
+    shown = {name: value for name, value in vars(settings).items() if name != "trace"}
+    document = {"machine": card, "settings": {**shown, "started_by": started_by}, "runs": runs}
     if sweep:
         document["slopes"] = slopes(runs)
     return rounded(document)

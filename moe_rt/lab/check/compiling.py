@@ -194,13 +194,18 @@ def _results(jobs: list[Job], seconds: float) -> Iterator[tuple[Job, dict[str, A
     deadline = time.monotonic() + seconds
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])  # and torch with it, once for all processes
-    with context.Pool(processes) as pool:  # leaving it ends the processes
+    # A server that an earlier call started has that call's environment. Leaving the pool ends the processes.
+    with context.Pool(processes, _take_environment, (dict(os.environ),)) as pool:
         results = pool.imap(run_job, jobs)
         for job in jobs:
             try:
                 yield job, results.next(max(0.0, deadline - time.monotonic()))
             except multiprocessing.TimeoutError:
                 yield job, {"error": f"not compiled within {seconds:g} s"}
+
+
+def _take_environment(variables: dict[str, str]) -> None:
+    os.environ.update(variables)
 
 
 def may_keep(job: Job, name: str) -> bool:
