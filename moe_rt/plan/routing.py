@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 Ids = npt.NDArray[np.int64]
 _NORMAL = NormalDist()
+_MOST_ADVISED = 64  # ranks: the laws of more take seconds
 RARE = 0.02  # risks below it are sums of tails: two ranks hardly overflow together
 
 
@@ -344,7 +345,8 @@ def capacity_advice(factor: float, tokens: int, topk: int, ranks: int, shares: A
     """Return the risk of a capacity factor in words, and the factor for a small risk."""
     now = overflow(factor, tokens, topk, ranks, shares, most_draws=10_000).probability
     enough = factor_for(risk, tokens, topk, ranks, shares)
-    return f"factor {factor:g} overflows with probability {now:.2g} a step; {enough:.3g} for one in {round(1 / risk):,}"
+    often = f"{now:.2g}" if now >= 1e-6 else "below 1e-6"
+    return f"factor {factor:g} overflows with probability {often} a step; {enough:.3g} for one in {round(1 / risk):,}"
 
 
 def advice_of(spec: BufferSpec, topk_idx: Ids) -> str:
@@ -355,7 +357,9 @@ def advice_of(spec: BufferSpec, topk_idx: Ids) -> str:
     """
     held = np.bincount(np.array(spec.placement.ranks), minlength=spec.num_ranks)
     even = np.bincount(owners(spec.num_experts, spec.num_ranks))
-    if spec.capacity_factor is None or spec.by_token or topk_idx.size == 0 or (held != even).any():
+    if spec.capacity_factor is None or spec.by_token or topk_idx.size == 0:
+        return ""
+    if spec.num_ranks > _MOST_ADVISED or (held != even).any():
         return ""
     counts = 1.0 + np.bincount(topk_idx[topk_idx >= 0].reshape(-1), minlength=spec.num_experts)
     shares = counts[np.argsort(np.array(spec.placement.ranks), kind="stable")] / counts.sum()

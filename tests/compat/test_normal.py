@@ -91,6 +91,21 @@ def test_dispatch_without_experts_returns_the_same_rows_and_counts(job: Job) -> 
     on_ranks(job, work)
 
 
+def test_inference_mode_returns_the_same_rows(job: Job) -> None:
+    """Its tensors count no versions, so a layout is compared at every dispatch."""
+
+    def work(buffer: deep_ep.Buffer, rank: int) -> None:
+        with torch.inference_mode():
+            recv_x, ids, *_, handle, _ = dispatch(buffer, job, rank)
+            out, _, _ = buffer.combine(recv_x, handle)
+        rows, right_ids, *_ = received(job, rank)
+        assert torch.equal(recv_x, rows)
+        assert torch.equal(ids, right_ids)
+        assert torch.equal(out, added(job, rank, lambda source, token, at: job.x[source][token]))
+
+    on_ranks(job, work)
+
+
 def added(job: Job, rank: int, value: Callable[[int, int, int], torch.Tensor]) -> torch.Tensor:
     """Sum value(source rank, token, visited rank) over the ranks that each token visits, in fp32, rounded once."""
     rows = []
