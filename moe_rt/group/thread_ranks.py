@@ -140,7 +140,9 @@ def _on_stream(device: Any, stream: Any, reserve_bytes: int) -> Iterator[None]:
         yield
         return
     where = torch_device(device)
-    with torch.cuda.device(where), torch.cuda.stream(stream):
+    # Otherwise torch runs the backwards of all ranks on one thread, where a rank's can wait for a later one.
+    own_backward = torch.autograd.set_multithreading_enabled(False)
+    with torch.cuda.device(where), torch.cuda.stream(stream), own_backward:
         sizes = [_SMALL_BYTES] * _SMALL_BLOCKS + [reserve_bytes] if reserve_bytes else []
         blocks = [torch.empty(size, dtype=torch.uint8, device=where) for size in sizes]
         del blocks  # torch's allocator now has them for this stream

@@ -18,7 +18,7 @@ from ptx.gpu import PtxGpu
 from ptx.modules import ARCH
 
 from moe_rt.config.codec import Codec
-from moe_rt.lab.check import compiling, correctness, graphs, layers, measuring, scale, timing, training
+from moe_rt.lab.check import compiling, correctness, graphs, layers, loads, measuring, scale, timing, training
 from moe_rt.lab.check.compiling import Variant
 
 # Steps that measure waits: their waits expire in the host's time.
@@ -51,6 +51,7 @@ SMALLER: dict[Any, dict[str, Any]] = {
         **{"HIDDEN": 64, "EXPERTS": 8, "TOPK": 2, "PAIR_TOKENS": (1, 8), "REPLAYS": 2, "OPS_IN_A_ROW": 3, "LOOPS": 1},
         **{"BLOCKS": (8,), "SIDE": 32, "OVERLAP_WARM_UP": 1},
     },
+    loads: {"HIDDEN": 64, "TOPK": 2, "EXPERTS": 8, "QUICK_RUNS": 2, "WARM_UP": 1, "PAIRS_IN_GRAPH": 2, "REPLAYS": 2},
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +14,13 @@ from moe_rt.config.tuning import Tuning
 from moe_rt.lab.testing.rounds import WrongOutput
 
 TIMEOUT_S = 20.0
+_FEW_TOKENS = 1024  # of all ranks together; chance may send more of them than usual to one rank
 
 
 @dataclass(frozen=True)
 class Load:
-    """One set of sizes. With two or more ranks, recv_x is not sized for the worst case, which would take most of the
-    memory.
+    """One set of sizes. With many tokens on several ranks, recv_x is not sized for the worst case, which would take most
+    of the memory.
 
     Attributes:
         raises: True if too many rows are an error rather than dropped, so that every rank reads every count.
@@ -42,8 +44,8 @@ class Load:
             "num_topk": self.topk,
             "num_experts": self.experts,
             "dtype": torch.bfloat16,
-            "capacity_factor": None if self.ranks == 1 else 1.5,
-            "overflow": "raise" if self.ranks == 1 or self.raises else "drop",
+            "capacity_factor": None if self._worst else 1.5,
+            "overflow": "raise" if self._worst or self.raises else "drop",
             "num_sms": self.num_sms,
             "tuning": Tuning() if self.rings else Tuning(ring_blocks=0),
             "timeout_s": TIMEOUT_S,
@@ -52,7 +54,12 @@ class Load:
     def capacity_bytes(self) -> int:
         """Bytes of recv_x on one rank."""
         balanced = self.tokens * self.topk * self.hidden * 2
-        return balanced if self.ranks == 1 else balanced * 3 // 2
+        return self.ranks * balanced if self._worst else balanced * 3 // 2
+
+    @property
+    def _worst(self) -> bool:
+        """True if recv_x has room for the tokens of all ranks."""
+        return self.ranks == 1 or self.ranks * self.tokens <= _FEW_TOKENS
 
 
 # Launch -> its role. These four launches are one dispatch and one combine.
@@ -154,6 +161,31 @@ _HELD_CYCLES = 6_000_000
 def hold() -> None:
     """Keep the current stream busy for about 3 ms, in which all hosts queue what is timed next."""
     torch.cuda._sleep(_HELD_CYCLES)
+
+
+class StreamMeeting:
+    """Barrier of streams: no rank's stream continues until all have arrived. Hosts wait for each other, not for the
+    device."""
+
+    def __init__(self, size: int, seconds: float) -> None:
+        self._size, self._seconds = size, seconds
+        self._barrier = threading.Barrier(size)
+        self._events: list[list[Any]] = [[], []]
+        self._here = threading.local()
+
+    def wait(self) -> None:
+        """Wait for all streams. Every rank must call this the same number of times."""
+        if self._size == 1:
+            return
+        turn = self._here.turn = getattr(self._here, "turn", 0) + 1
+        event = torch.cuda.Event()
+        event.record()
+        if self._barrier.wait(self._seconds) == 0:
+            self._events[(turn + 1) % 2] = []  # the previous meeting's, which all ranks have left
+        self._events[turn % 2].append(event)
+        self._barrier.wait(self._seconds)
+        for other in self._events[turn % 2]:
+            other.wait()
 
 
 RANGE = "moe_rt measured"

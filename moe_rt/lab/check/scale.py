@@ -15,7 +15,7 @@ from moe_rt.group.thread_ranks import ThreadRanks, torch_device
 from moe_rt.lab.check.correctness import CASE_S, TIMEOUT_S, Case, run_case
 from moe_rt.lab.check.measuring import Load
 from moe_rt.lab.check.steps import Check
-from moe_rt.lab.testing.rounds import WrongOutput, buffer_kwargs, check_bits, expect, make_inputs, make_spec
+from moe_rt.lab.testing.rounds import WrongOutput, buffer_kwargs, check_bits, expect, make_inputs, make_spec, read
 
 NOT_EARLY = "MOE_RT_DEPENDENT_LAUNCHES"
 SMOKE = (
@@ -113,7 +113,7 @@ def from_token_windows(device: Any, size: int) -> None:
                 window.copy_(x)
                 recv_x, recv_weights, handle = buffer.dispatch(window, idx, weights)
                 mine = right.received[rank].recv_x
-                check_bits("recv_x of a token window", recv_x[: len(mine)].cpu(), mine)
+                check_bits("recv_x of a token window", recv_x[: len(mine)], mine)
                 buffer.combine(recv_x, recv_weights, handle)
             buffer.check()
 
@@ -164,7 +164,7 @@ def compare_with_torch(device: Any, load: Load, *, seconds: float) -> int:
                 check_bits(f"turn {turn}, rank {rank}: recv_x", recv_x[: len(tokens)], everything[turn][tokens])
                 check_bits(f"turn {turn}, rank {rank}: out", out, outs[turn][rank])
             buffer.check()
-            if dropped := int(handle.num_dropped):
+            if dropped := int(read(handle.num_dropped)):
                 raise WrongOutput(f"rank {rank}: got {dropped} dropped rows, expected capacity for all")
 
     ThreadRanks(load.ranks, device, reserve_bytes=4 * load.capacity_bytes()).run(work, seconds=seconds)

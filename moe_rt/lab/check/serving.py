@@ -22,7 +22,7 @@ from moe_rt.group.rendezvous import ThreadGroup
 from moe_rt.group.thread_ranks import ThreadRanks, torch_device
 from moe_rt.lab.check.steps import Check, Skipped
 from moe_rt.lab.testing.programs import end_with_starter
-from moe_rt.lab.testing.rounds import WrongOutput
+from moe_rt.lab.testing.rounds import WrongOutput, read
 
 RANKS = 2
 T, HIDDEN, INTERMEDIATE, EXPERTS, TOPK = 64, 512, 256, 8, 2
@@ -93,7 +93,7 @@ def run_experts(device: Any, *, seconds: float) -> None:
             out = torch.empty_like(x[mine])
             layer.finalize(out, y, row_weights, row_ids, False, TopKWeightAndReduceNoOP())
             buffer.check()
-            return out.cpu()
+            return read(out)
 
     got = torch.cat(ThreadRanks(RANKS, device).run(work, seconds=seconds)).float()
     difference = float((got - expected).abs().max() / expected.abs().max())

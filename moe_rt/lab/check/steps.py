@@ -43,6 +43,7 @@ STEPS = {
         Step("training", f"{_CHECK}.training:check", 100, "autocast, optimiser steps, layers of virtual ranks", True),
         Step("errors", f"{_CHECK}.failures:check", 60, "errors are raised, and in time", True, timed=True),
         Step("timing", f"{_CHECK}.timing:check", 150, "speed, next to a plain copy", True, timed=True),
+        Step("loads", f"{_CHECK}.loads:check", 150, "speed from 1 to 4096 tokens, next to torch", True, timed=True),
         Step("chains", f"{_CHECK}.correctness:check_chains", 60, "free-running pairs on 3 virtual ranks", True),
         Step(
             "nodes",

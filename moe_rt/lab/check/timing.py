@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from moe_rt.lab.check.measuring import (
     CopyCeiling,
     Flush,
     Load,
+    StreamMeeting,
     Timer,
     count_pulled,
     fewest_bytes,
@@ -326,31 +326,6 @@ def run_pairs(device: Any, load: Load, runs: int, seconds: float) -> tuple[dict[
     pulled, kept = sum(r[1] for r in results), sum(r[2] for r in results)
     num_bytes = fewest_bytes(size * load.tokens, pulled, kept, 2 * load.hidden)
     return {op: statistics.median(times) for op, times in spans.items()}, num_bytes
-
-
-class StreamMeeting:
-    """Barrier of streams: no rank's stream continues until all have arrived. Hosts wait for each other, not for the
-    device."""
-
-    def __init__(self, size: int, seconds: float) -> None:
-        self._size, self._seconds = size, seconds
-        self._barrier = threading.Barrier(size)
-        self._events: list[list[Any]] = [[], []]
-        self._here = threading.local()
-
-    def wait(self) -> None:
-        """Wait for all streams. Every rank must call this the same number of times."""
-        if self._size == 1:
-            return
-        turn = self._here.turn = getattr(self._here, "turn", 0) + 1
-        event = torch.cuda.Event()
-        event.record()
-        if self._barrier.wait(self._seconds) == 0:
-            self._events[(turn + 1) % 2] = []  # the previous meeting's, which all ranks have left
-        self._events[turn % 2].append(event)
-        self._barrier.wait(self._seconds)
-        for other in self._events[turn % 2]:
-            other.wait()
 
 
 def launch_times(events: list[Any], size: int) -> dict[str, float]:

@@ -191,7 +191,7 @@ def check_placed(capacity: int, recv_weights: Tensor, handle: Handle, mine: refe
     if mine.real_ends is not None:
         check_bits("ends", handle.ends, mine.real_ends)
         check_bits("row_experts", handle.row_experts(n), torch.tensor([r.expert for r in mine.kept], dtype=torch.int32))
-    dropped, beyond = int(handle.num_dropped), sum(row.source >= 0 for row in mine.rows[n:])
+    dropped, beyond = int(read(handle.num_dropped)), sum(row.source >= 0 for row in mine.rows[n:])
     check(dropped == beyond, f"num_dropped: got {dropped}, expected {beyond}")
 
 
@@ -209,22 +209,33 @@ def padded(rows: Tensor, capacity: int, device: torch.device) -> Tensor:
     return full.to(device)
 
 
+def read(t: Tensor) -> Tensor:
+    """Return a tensor on the CPU once the current stream has computed it.
+
+    CUDA makes copies to pageable memory wait for each other, those of other streams too. A copy that is queued while an
+    op still waits for a peer could hold up that peer's copy, which comes before the peer's own op.
+    """
+    if t.is_cuda:
+        torch.cuda.current_stream(t.device).synchronize()
+    return t.detach().cpu()
+
+
 def check(right: bool, message: str) -> None:
     if not right:
         raise WrongOutput(message)
 
 
 def check_bits(name: str, got: Tensor, expected: Tensor) -> None:
-    """Check for equal shape, dtype and bits: NaN equals itself and -0.0 is not 0.0."""
-    got = got.detach().cpu().contiguous()
+    """Check for equal shape, dtype and bits, on the device of `expected`: NaN equals itself and -0.0 is not 0.0."""
+    got, expected = (got.detach() if expected.is_cuda else read(got)).contiguous(), expected.detach().contiguous()
     like = f"{got.dtype} {list(got.shape)}"
     check(
         like == f"{expected.dtype} {list(expected.shape)}",
         f"{name}: got shape and dtype {like}, expected those of {expected}",
     )
     as_integers = _INTEGERS[got.itemsize]
-    wrong = got.view(as_integers) != expected.detach().contiguous().view(as_integers)
-    if bool(wrong.any()):
+    wrong = got.view(as_integers) != expected.view(as_integers)
+    if bool(read(wrong.any())):
         at = tuple(wrong.nonzero()[0].tolist())
         count = f"{int(wrong.sum())} of {wrong.numel()} elements differ"
         raise WrongOutput(f"{name}: {count}, first at {at}: got {got[at].item()}, expected {expected[at].item()}")
@@ -233,7 +244,7 @@ def check_bits(name: str, got: Tensor, expected: Tensor) -> None:
 def check_close(name: str, got: Tensor, expected: Tensor, num_terms: int) -> None:
     """Check dot products summed in another order; the tolerance grows with the number of terms that may cancel."""
     try:
-        torch.testing.assert_close(got.detach().cpu(), expected, rtol=1e-4, atol=1e-4 * max(1.0, num_terms**0.5 / 8))
+        torch.testing.assert_close(read(got), expected, rtol=1e-4, atol=1e-4 * max(1.0, num_terms**0.5 / 8))
     except AssertionError as error:
         raise WrongOutput(f"{name}: {error}") from error
 
