@@ -25,7 +25,52 @@ struct WarpLanes {
     }
     return x;
   }
+  // Sum over this lane and all lanes before it.
+  __device__ static int32_t sum_up_to(int32_t x) {
+    for (int distance = 1; distance < kTeamLanes; distance *= 2) {
+      const int32_t other = __shfl_up_sync(~0u, x, distance);
+      if (team_lane() >= distance) x += other;
+    }
+    return x;
+  }
+  __device__ static void meet_warp() { __syncwarp(); }
+  // The first lane's value.
+  __device__ static int32_t same(int32_t x) { return __shfl_sync(~0u, x, 0); }
+  // See collect (core/coop.h): every lane of a warp calls fn for another i, and `writes` in one warp.
+  template <int kBound, class Fn>
+  __device__ static void divide_in_warp(int n, int32_t* values, bool writes, Fn&& fn) {
+    unrolled<kBound, kTeamLanes>([&](int first) {
+      const int i = first + team_lane();
+      const int32_t mine = i < n ? fn(i, writes) : 0;
+      unrolled<kTeamLanes>([&](int lane) {
+        if (first + lane < kBound) values[first + lane] = __shfl_sync(~0u, mine, lane);
+      });
+    });
+  }
 };
+
+// Exclusive prefix sums of data[0, n) in place, by shuffles; `spare` holds n entries.
+__device__ inline Scan exclusive_scan(const BlockCoop& coop, int32_t* data, int32_t* spare, int32_t n) {
+  constexpr int kLanes = WarpLanes::kTeamLanes;
+  const int lane = WarpLanes::team_lane(), warp = coop.rank() / kLanes;
+  const int32_t each = (n + coop.size() - 1) / coop.size(), per_warp = each * kLanes;
+  const int32_t num_warps = n == 0 ? 0 : (n + per_warp - 1) / per_warp, first = coop.rank() * each;
+  int32_t sum = 0;
+  for (int32_t i = first; i < first + each && i < n; ++i) sum += data[i];
+  const int32_t before = WarpLanes::sum_up_to(sum) - sum;
+  if (warp < num_warps && lane == kLanes - 1) spare[warp] = before + sum;
+  coop.sync();
+  const int32_t sums = WarpLanes::sum_up_to(lane < num_warps ? spare[lane] : 0);
+  const int32_t of_warps = __shfl_sync(~0u, sums, warp == 0 ? 0 : warp - 1), total = __shfl_sync(~0u, sums, kLanes - 1);
+  int32_t start = before + (warp == 0 ? 0 : of_warps);
+  for (int32_t i = first; i < first + each && i < n; ++i) {
+    const int32_t mine = data[i];
+    data[i] = start;
+    start += mine;
+  }
+  coop.sync();
+  return {data, total};
+}
 
 // Lanes of one warp, which take one row after another.
 struct WarpGroup : WarpLanes {
@@ -38,6 +83,10 @@ struct WarpGroup : WarpLanes {
   __device__ static constexpr int lanes() { return kTeamLanes; }
   __device__ static constexpr int team() { return 0; }
   __device__ static constexpr int teams() { return 1; }
+  template <int kBound, class Fn>
+  __device__ void divide(int n, int32_t* values, Fn&& fn) const {
+    divide_in_warp<kBound>(n, values, true, fn);
+  }
   template <class T>
   __device__ T sum(T x) const {
     for (int mask = kTeamLanes / 2; mask > 0; mask /= 2) x += __shfl_xor_sync(0xffffffffu, x, mask);
@@ -57,6 +106,10 @@ struct WarpsGroup : WarpLanes {
   __device__ int lanes() const { return lanes_; }
   __device__ int team() const { return lane_ / kTeamLanes; }
   __device__ int teams() const { return lanes_ / kTeamLanes; }
+  template <int kBound, class Fn>
+  __device__ void divide(int n, int32_t* values, Fn&& fn) const {
+    divide_in_warp<kBound>(n, values, team() == 0, fn);
+  }
 };
 
 // Links to mapped peers. A Links object is part of every launch's arguments.

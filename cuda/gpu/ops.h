@@ -165,9 +165,12 @@ struct Launch {
     header.refuse(Code::kInvalidRouting, ids_of(a)[bad], w.shape.num_experts);
   }
 
+  // True on the block that writes offs and the plan's head: the last one, which has the fewest rows.
+  MOE_RT_FN bool writes_index() const { return m.block_index() == m.num_blocks() - 1; }
+
   // Writes empty outputs: later launches that receive them read and write nothing through them.
   MOE_RT_FN void receive_nothing(const DispatchArgs& a) const {
-    if (m.block_index() != 0) return;
+    if (!writes_index()) return;
     const Range parts = strided(m.block(), w.num_parts());
     for (int64_t i = parts.begin; i < parts.end; i += parts.step) a.offs[i] = 0;
     if (m.block().rank() == 0) *plan(a.recv_plan).head = {};
@@ -210,7 +213,7 @@ struct Launch {
       if (block.rank() == 0) fail(w, c, status, m.link());
       return receive_nothing(a);
     }
-    if (m.block_index() == 0) {
+    if (writes_index()) {
       write_index(block, w, seq, a.num_tokens, a.capacity, blocks, a.offs, plan(a.recv_plan));
     }
     if (a.scaled.code_bytes) return take(a, seq, window, blocks, a.scaled);

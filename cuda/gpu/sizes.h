@@ -26,22 +26,24 @@ inline constexpr int32_t kWholeTokens = tuning::kWholeTokens;
 // round trip to memory. They follow the block's routing tile.
 template <class Weight>
 struct WholeScratch {
-  char** base;       // [R]
-  Weight* weights;   // [kWholeTokens][K]
-  int32_t* entries;  // [E]
-  int32_t* ids;      // [kWholeTokens][K]; or combine's send plan
+  char** base;          // [R]
+  Weight* weights;      // [kWholeTokens][K]
+  int32_t* entries;     // [E]
+  int32_t* rank_first;  // [R + 1]
+  int32_t* ids;         // [kWholeTokens][K]; or combine's send plan
 
   MOE_RT_FN static int64_t tile_ints(const Shape& s) { return round_up(Tiles::num_ints(s, kWholeTokens), 4); }
   MOE_RT_FN static int64_t num_ints(const Shape& s) {
     const int64_t short_inputs = int64_t{kWholeTokens} * s.num_topk * (1 + int64_t{sizeof(Weight)} / 4);
-    return tile_ints(s) + 2 * int64_t{s.num_ranks} + s.num_experts + short_inputs;
+    return tile_ints(s) + 3 * int64_t{s.num_ranks} + 1 + s.num_experts + short_inputs;
   }
   MOE_RT_FN static WholeScratch view(int32_t* ints, const Shape& s) {
     WholeScratch v{};
     v.base = reinterpret_cast<char**>(ints + tile_ints(s));
     v.weights = reinterpret_cast<Weight*>(v.base + s.num_ranks);
     v.entries = reinterpret_cast<int32_t*>(v.weights + int64_t{kWholeTokens} * s.num_topk);
-    v.ids = v.entries + s.num_experts;
+    v.rank_first = v.entries + s.num_experts;
+    v.ids = v.rank_first + s.num_ranks + 1;
     return v;
   }
 };

@@ -17,15 +17,17 @@ MOE_RT_FN void copy_inputs(const Coop& coop, const World& w, const DispatchArgs&
   const Shape& s = w.shape;
   const ExpertIds ids = ids_of(a);
   const auto* const weights = static_cast<const Weight*>(a.topk_weights);
-  const int64_t entries = a.num_tokens * s.num_topk, tables = s.num_experts;  // at least the number of ranks
+  const int64_t entries = a.num_tokens * s.num_topk, tables = max_of(s.num_experts, s.num_ranks + 1);
   const Range all = strided(coop, max_of(entries, tables));
   for (int64_t i = all.begin; i < all.end; i += all.step) {
     const int64_t id = i < entries ? ids[i] : -1;
     const Weight weight = i < entries ? weights[i] : Weight(0);
     const int32_t entry = i < s.num_experts ? w.placement.entries[i] : 0;
+    const int32_t first = i <= s.num_ranks ? w.placement.rank_first[i] : 0;
     char* const base = i < s.num_ranks ? w.base[i] : nullptr;
     if (i < entries) to.ids[i] = id < -1 || id >= s.num_experts ? s.num_experts : int32_t(id), to.weights[i] = weight;
     if (i < s.num_experts) to.entries[i] = entry;
+    if (i <= s.num_ranks) to.rank_first[i] = first;
     if (i < s.num_ranks) to.base[i] = base;
   }
 }
@@ -43,7 +45,7 @@ MOE_RT_FN void dispatch_whole(const Launch<Dims, Elem, Machine>& launch, const D
   copy_inputs(m.block(), w, a, copied);
   if (m.block().rank() == 0) m.shared().bad_entry = kNoBadEntry;
   if (!healthy(m, c)) return launch.receive_nothing(a);  // lanes have synchronised: the copies are there
-  const RoutingTables tables{copied.entries, copied.base, w.shape.num_experts};
+  const RoutingTables tables{copied.entries, copied.rank_first, copied.base, w.shape.num_experts};
   const ExpertIds ids{copied.ids, true};
   if (a.scaled.row_format) {
     launch.push_tokens(0, slot.window, tables, ids, a, a.scaled);

@@ -215,12 +215,13 @@ def _branch(w: Writer, i: Instruction, given: list[str]) -> str | None:
 
 
 def _shuffle(w: Writer, i: Instruction, given: list[str]) -> str | None:
-    if given != ["sync", "bfly", "b32"]:
+    if given not in (["sync", mode, "b32"] for mode in ("bfly", "idx", "up")):
         return None
     target, _, valid = i.operands[0].partition("|")
     value, by, clamp, mask = (w.value(o, "u32") for o in i.operands[1:])
     text = (
-        f"const Shuffled s = ptx_shuffle(lane, {value}, {by}, {clamp}, {mask}, {w.site}); {assign(target, 's.value')}"
+        f"const Shuffled s = ptx_shuffle_{given[1]}(lane, {value}, {by}, {clamp}, {mask}, {w.site}); "
+        f"{assign(target, 's.value')}"
     )
     return f"{{ {text} {register(valid) + ' = s.valid;' if valid else ''} }}"
 

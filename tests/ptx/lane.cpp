@@ -165,14 +165,41 @@ void ptx_warp_barrier(Lane& lane, uint32_t mask, int site) {
   }
 }
 
-ptx::Shuffled ptx_shuffle(Lane& lane, uint32_t value, uint32_t by, uint32_t clamp, uint32_t mask, int site) {
+namespace {
+
+// The value of the lane that find(own, segment, bound) names, or the own value if it names none. `segment` is the mask of
+// the bits that lanes of one segment share, and `bound` the lane that the instruction may not pass.
+template <class Find>
+ptx::Shuffled shuffle(Lane& lane, uint32_t value, uint32_t clamp, uint32_t mask, int site, Find&& find) {
   ptx::gather(lane, value, mask, site);
-  const uint32_t own = lane.ids.tid % 32, segments = clamp >> 8 & 31;
-  const uint32_t last = (own & segments) | (clamp & 31 & ~segments);
-  const uint32_t source = (own ^ by) & 31;
-  if (source > last) return {value, false};
+  const uint32_t own = lane.ids.tid % 32, segment = clamp >> 8 & 31;
+  const int source = find(own, segment, (own & segment) | (clamp & 31 & ~segment));
+  if (source < 0) return {value, false};
   if (!(mask >> source & 1)) Device::get().fail(lane, "wrong mask: it does not name the lane that is asked");
   return {lane.got[source], true};
+}
+
+}  // namespace
+
+ptx::Shuffled ptx_shuffle_bfly(Lane& lane, uint32_t value, uint32_t by, uint32_t clamp, uint32_t mask, int site) {
+  return shuffle(lane, value, clamp, mask, site, [&](uint32_t own, uint32_t, uint32_t last) {
+    const uint32_t source = (own ^ by) & 31;
+    return source <= last ? int(source) : -1;
+  });
+}
+
+ptx::Shuffled ptx_shuffle_idx(Lane& lane, uint32_t value, uint32_t by, uint32_t clamp, uint32_t mask, int site) {
+  return shuffle(lane, value, clamp, mask, site, [&](uint32_t own, uint32_t segment, uint32_t last) {
+    const uint32_t source = (own & segment) | (by & 31 & ~segment);
+    return source <= last ? int(source) : -1;
+  });
+}
+
+ptx::Shuffled ptx_shuffle_up(Lane& lane, uint32_t value, uint32_t by, uint32_t clamp, uint32_t mask, int site) {
+  return shuffle(lane, value, clamp, mask, site, [&](uint32_t own, uint32_t, uint32_t first) {
+    const int source = int(own) - int(by & 31);
+    return source >= int(first) ? source : -1;
+  });
 }
 
 uint32_t ptx_reduce_max(Lane& lane, uint32_t value, uint32_t mask, int site) {

@@ -49,7 +49,9 @@ extern "C" {
 // Return a pointer to the accessed memory. The access is checked, and other lanes may run before it.
 void* ptx_access(ptx::Lane& lane, ptx::Space space, uint64_t address, uint32_t bytes, uint32_t how, int site);
 void ptx_barrier(ptx::Lane& lane, int site);
-ptx::Shuffled ptx_shuffle(ptx::Lane& lane, uint32_t value, uint32_t by, uint32_t clamp, uint32_t mask, int site);
+ptx::Shuffled ptx_shuffle_bfly(ptx::Lane& lane, uint32_t value, uint32_t by, uint32_t clamp, uint32_t mask, int site);
+ptx::Shuffled ptx_shuffle_idx(ptx::Lane& lane, uint32_t value, uint32_t by, uint32_t clamp, uint32_t mask, int site);
+ptx::Shuffled ptx_shuffle_up(ptx::Lane& lane, uint32_t value, uint32_t by, uint32_t clamp, uint32_t mask, int site);
 uint32_t ptx_reduce_max(ptx::Lane& lane, uint32_t value, uint32_t mask, int site);
 void ptx_warp_barrier(ptx::Lane& lane, uint32_t mask, int site);
 // Dependent launches: griddepcontrol.

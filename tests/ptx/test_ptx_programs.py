@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 
 import pytest
 from ptx import programs
@@ -78,6 +79,25 @@ def test_lanes_exchange_values() -> None:
     assert isolated(_sixty_four, text) == [1000 * (i // 32 * 32 + 31) + (i ^ 1) for i in range(64)]
 
 
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("idx.b32 %r2|%p1, %r1, 5, 31", lambda i: (i // 32 * 32 + 5, 1)),
+        ("idx.b32 %r2|%p1, %r1, 5, 6175", lambda i: (i // 8 * 8 + 5, 1)),  # segments of eight lanes
+        ("up.b32 %r2|%p1, %r1, 3, 0", lambda i: (i - 3, 1) if i % 32 >= 3 else (i, 0)),
+        ("up.b32 %r2|%p1, %r1, 3, 6144", lambda i: (i - 3, 1) if i % 8 >= 3 else (i, 0)),
+    ],
+)
+def test_lanes_take_the_value_of_a_lane(how: str, expected: Callable[[int], tuple[int, int]]) -> None:
+    """A lane that would be taken from outside the segment leaves the own value, and the predicate false."""
+    text = f"""{TID}shfl.sync.{how}, -1;
+    selp.b32 %r3, 1, 0, %p1;
+    mad.lo.s32 %r4, %r3, 1000, %r2;
+    cvt.u64.u32 %rd4, %r4;
+    st.global.b64 [%rd3], %rd4;"""
+    assert isolated(_sixty_four, text) == [value + 1000 * valid for value, valid in map(expected, range(64))]
+
+
 def _sixty_four(text: str) -> list[int]:
     return run(text, threads=64, num_bytes=512)
 
@@ -90,7 +110,7 @@ def _sixty_four(text: str) -> list[int]:
         "ld.acquire.cta.u32 %r1, [%rd1];",
         "fence.acq_rel.cta;",
         "mul.rz.f32 %f1, %f2, %f3;",
-        "shfl.sync.up.b32 %r1, %r2, 1, 0, -1;",
+        "shfl.sync.down.b32 %r1, %r2, 1, 31, -1;",
         "call.uni somewhere, ();",
         "bar.sync 1;",
         "mov.u32 %r1, %laneid;",

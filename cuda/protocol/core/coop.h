@@ -37,6 +37,17 @@ MOE_RT_FN Range strided(const Coop& coop, int64_t n) {
   return {coop.rank(), n, coop.size()};
 }
 
+// Returns fn(i, writes) in values[i] for i in [0, n), n <= kBound; n is the same on all lanes that share an item. Lanes of
+// a GPU divide the calls (gpu/machine.h), so that their loads overlap. `writes` is true for one call of each i.
+template <int kBound, class Coop, class Fn>
+MOE_RT_FN void collect(const Coop& coop, int n, int32_t* values, Fn&& fn) {
+  if constexpr (requires { coop.template divide<kBound>(n, values, fn); }) {
+    coop.template divide<kBound>(n, values, fn);
+  } else {
+    for (int i = 0; i < n; ++i) values[i] = fn(i, coop.leader());
+  }
+}
+
 // Exclusive prefix sums, and their total. `sums` is one of the two arrays passed to exclusive_scan.
 struct Scan {
   int32_t* sums;

@@ -36,6 +36,19 @@ struct Received {
   RecvPlan plan;
 };
 
+inline constexpr int32_t kOutOfRange = kDropped - 1;  // in place of a row: the source's entry is wrong
+
+// Returns one lane's pull to all lanes of a warp, which must take the same branches: a peer could change the entry
+// between two of their loads.
+template <class Coop>
+MOE_RT_FN Pull agreed(const Coop& coop, const Pull& pull) {
+  if constexpr (requires { coop.same(pull.token); }) {
+    return {coop.same(pull.token), coop.same(pull.slot), coop.same(pull.first), coop.same(pull.copies)};
+  } else {
+    return pull;
+  }
+}
+
 // Pulls the i-th token of all: reads its row once from the source's window and writes it to each of its copies' rows,
 // or with RecvLayout::kTokens to row i. False if the source's entry is out of range.
 template <class Coop, class Dims, class Weight, class Rows, class Link>
@@ -48,8 +61,11 @@ MOE_RT_FN bool gather_token(const Coop& coop, const Dims& dims, const World& w, 
       out.recv_weights[i * dims.num_topk() + k] = 0;
     }
   }
+  if constexpr (requires { coop.meet_warp(); }) {
+    if (by_token) coop.meet_warp();  // other lanes overwrite some of these below
+  }
   const auto lists = RouteLists<Weight>::received(w, source, window, b.pushed);
-  const Pull pull = lists.pulls[b.first_pull[source] + (i - b.pull_start[source])];
+  const Pull pull = agreed(coop, lists.pulls[b.first_pull[source] + (i - b.pull_start[source])]);
   const int32_t first_copy = b.first_copy[source], num_copies = b.copy_start[source + 1] - b.copy_start[source];
   const int32_t tokens = b.pushed_rows ? w.shape.num_pushed_rows : w.shape.num_max_tokens;
   if (pull.token < 0 || pull.token >= tokens || pull.slot < 0 || pull.slot >= w.shape.num_node_slots() ||
@@ -61,26 +77,27 @@ MOE_RT_FN bool gather_token(const Coop& coop, const Dims& dims, const World& w, 
   if (coop.leader()) out.plan.pulled[i] = {pull.token, int16_t(source), int16_t(pull.slot), at, pull.copies};
   const int64_t num_ranks = w.shape.num_ranks, num_local = w.num_local_experts();
   int32_t to[Dims::kTopkBound];
-  bool out_of_range = false;
-  for_topk<Dims>(pull.copies, [&](int c) {
+  collect<Dims::kTopkBound>(coop, pull.copies, to, [&](int c, bool writes) -> int32_t {
     const Copy copy = lists.copies[pull.first + c];
+    const Weight weight = writes ? lists.weights[pull.first + c] : Weight(0);
     const int64_t block = copy.expert * num_ranks + source;
-    to[c] = kDropped;
     if (copy.expert < 0 || copy.expert >= num_local || copy.k < 0 || copy.k >= dims.num_topk() || copy.index < 0 ||
         copy.index >= b.end(copy.expert, source, int32_t(num_ranks)) - b.start[block]) {
-      out_of_range = true;
-      return;
+      return kOutOfRange;
     }
     const int64_t row = by_token ? i : int64_t{b.start[block]} + copy.index;
     const bool fits = row < out.capacity, kept = fits && (c == 0 || !by_token);
-    if (kept) to[c] = int32_t(row);
-    if (!coop.leader()) return;
-    out.plan.rows[at + c] = to[c];
+    const int32_t kept_row = kept ? int32_t(row) : kDropped;
+    if (!writes) return kept_row;
+    out.plan.rows[at + c] = kept_row;
     out.plan.ks[at + c] = copy.k;
     const int64_t entry = by_token ? row * dims.num_topk() + copy.k : row;
-    if (fits) out.recv_weights[entry] = lists.weights[pull.first + c];
+    if (fits) out.recv_weights[entry] = weight;
     if (fits && by_token) out.plan.ids[entry] = copy.expert;
+    return kept_row;
   });
+  bool out_of_range = false;
+  for_topk<Dims>(pull.copies, [&](int c) { out_of_range |= to[c] == kOutOfRange; });
   if (out_of_range) return false;
   const char* const row = b.pushed_rows
                               ? w.at<const char>(w.rank, w.pushed_row(window, source, pull.token))

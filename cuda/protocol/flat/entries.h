@@ -31,11 +31,14 @@ MOE_RT_FN int32_t flagged(const int32_t* entries, int k, int num_topk) {
 
 // Tables that a source reads while it routes: the originals, or a block's copies of them.
 struct RoutingTables {
-  const int32_t* entries;  // like Placement::entries, without flags
-  char* const* base;       // like World::base
+  const int32_t* entries;     // like Placement::entries, without flags
+  const int32_t* rank_first;  // like Placement::rank_first
+  char* const* base;          // like World::base
   int32_t num_experts;
 
-  MOE_RT_FN static RoutingTables of(const World& w) { return {w.placement.entries, w.base, w.shape.num_experts}; }
+  MOE_RT_FN static RoutingTables of(const World& w) {
+    return {w.placement.entries, w.placement.rank_first, w.base, w.shape.num_experts};
+  }
   MOE_RT_FN int32_t entry(int64_t expert) const {
     return expert < 0 || expert >= num_experts ? kNoEntry : entries[expert];
   }

@@ -17,12 +17,13 @@ struct Blocks {
   int32_t *pull_start, *copy_start;  // [R + 1] first entry of each source in the plan's lists
   int32_t *first_pull, *first_copy;  // [R] first entry for this rank in each source's lists
   int32_t *bad, *full;               // lowest source with implausible lists, lowest rank that would overflow; or R
+  int32_t* copies;                   // [R] sum of each source's counts
   int32_t* ends;                     // [L] end of each expert's rows, without the limit of capacity
   bool pushed = false;               // sources have pushed their lists to this rank (pushing.h)
   bool pushed_rows = false;          // sources have pushed their rows as well
 
   MOE_RT_FN static int64_t num_ints(const Shape& s, int32_t num_local_experts) {
-    return int64_t{2} * num_local_experts * s.num_ranks + int64_t{4} * s.num_ranks + 4 + num_local_experts;
+    return int64_t{2} * num_local_experts * s.num_ranks + int64_t{5} * s.num_ranks + 4 + num_local_experts;
   }
   MOE_RT_FN static Blocks view(int32_t* ints, const Shape& s, int32_t num_local_experts) {
     const int64_t blocks = int64_t{num_local_experts} * s.num_ranks, ranks = s.num_ranks;
@@ -35,7 +36,8 @@ struct Blocks {
             lists + 3 * ranks + 2,
             lists + 4 * ranks + 2,
             lists + 4 * ranks + 3,
-            lists + 4 * ranks + 4};
+            lists + 4 * ranks + 4,
+            lists + 5 * ranks + 4};
   }
   MOE_RT_FN int32_t end(int32_t expert, int32_t source, int32_t num_ranks) const {
     return source + 1 < num_ranks ? start[int64_t{expert} * num_ranks + source + 1] : ends[expert];
@@ -46,24 +48,65 @@ struct Blocks {
   }
 };
 
+// Adds up a source's counts of every step-th expert from `first` on. Returns -1 if one is not plausible.
+MOE_RT_FN int64_t sum_of_counts(const World& w, const Blocks& b, int source, int first, int step) {
+  const int32_t tokens = b.pushed ? w.shape.num_pushed_tokens : w.shape.num_max_tokens;
+  const int32_t num_local = w.num_local_experts(), num_ranks = w.shape.num_ranks;
+  int64_t sum = 0;
+  bool wrong = false;  // no early exit, which would make every load wait for the one before
+  for (int32_t e = first; e < num_local; e += step) {
+    const int32_t count = b.start[e * num_ranks + source];
+    wrong |= count < 0 || count > tokens;
+    sum += count;
+  }
+  return wrong ? -1 : sum;
+}
+
 // True if a source's lists cannot lead this rank out of bounds, so that a crashed or corrupted peer does not corrupt
-// it. Called while `start` still holds counts, and `pull_start` and `copy_start` the ends of the source's lists.
-MOE_RT_FN bool plausible(const World& w, const Blocks& b, int source) {
+// it. Called while `pull_start` and `copy_start` still hold the ends of the source's lists; `sum` is that of its counts,
+// each of which is plausible.
+MOE_RT_FN bool plausible(const World& w, const Blocks& b, int source, int64_t sum) {
   const int64_t tokens = b.pushed ? w.shape.num_pushed_tokens : w.shape.num_max_tokens;
-  const int64_t num_ranks = w.shape.num_ranks;
   const int64_t first_pull = b.first_pull[source], end_pull = b.pull_start[source + 1];
   const int64_t first_copy = b.first_copy[source], end_copy = b.copy_start[source + 1];
   const int64_t pulls = end_pull - first_pull, copies = end_copy - first_copy;
   if (first_pull < 0 || end_pull > tokens * w.shape.num_visits()) return false;
   if (first_copy < 0 || end_copy > tokens * w.shape.num_topk) return false;
   if (pulls < 0 || pulls > tokens || copies < pulls) return false;
-  int64_t sum = 0;
-  for (int e = 0; e < w.num_local_experts(); ++e) {
-    const int32_t count = b.start[e * num_ranks + source];
-    if (count < 0 || count > tokens) return false;
-    sum += count;
-  }
   return sum == copies;  // hence at most T * min(K, L), the capacity of a plan
+}
+
+// Number of lanes that check one source's counts together: their sums fit 32 bits if each is at most T * K.
+template <class Coop>
+MOE_RT_FN int lanes_of_a_source(const Coop& coop, const Shape& s) {
+  if (int64_t{s.num_max_tokens} * s.num_topk > INT32_MAX / tuning::kLanesOfSource) return 1;
+  return max_of(1, min_of(tuning::kLanesOfSource, coop.size() / s.num_ranks));
+}
+
+// Checks the lists of all sources; the lowest that are not plausible is then in b.bad. Every lane calls it after a sync
+// and syncs before it reads b.bad.
+template <class Coop>
+MOE_RT_FN void check_sources(const Coop& coop, const World& w, Blocks& b) {
+  const int num_ranks = w.shape.num_ranks, together = lanes_of_a_source(coop, w.shape);
+  const int64_t most = int64_t{w.shape.num_max_tokens} * w.shape.num_topk;
+  const auto judge = [&](int source, int64_t sum) {
+    if (!plausible(w, b, source, sum)) fetch_min_relaxed(*b.bad, int32_t(source));
+  };
+  const int part = coop.rank() % together;
+  for (int source = coop.rank() / together; source < num_ranks; source += coop.size() / together) {
+    const int64_t sum = sum_of_counts(w, b, source, part, together);
+    if (together == 1) {
+      judge(source, sum);
+    } else if (sum < 0 || sum > most) {
+      fetch_min_relaxed(*b.bad, int32_t(source));
+    } else {
+      fetch_add_relaxed(b.copies[source], int32_t(sum));
+    }
+  }
+  if (together == 1) return;
+  coop.sync();
+  const Range sources = strided(coop, num_ranks);
+  for (int64_t s = sources.begin; s < sources.end; s += sources.step) judge(int(s), load_relaxed(b.copies[s]));
 }
 
 // Computes the end of each expert's rows. With alignment or expert_rows, first moves each expert's blocks past the
@@ -98,7 +141,7 @@ MOE_RT_FN int index_blocks(const Coop& coop, const World& w, int window, int64_t
   const int num_ranks = w.shape.num_ranks, me = w.rank, first = w.placement.rank_first[me];
   const int32_t num_blocks = w.num_local_experts() * num_ranks;
   if (coop.rank() == 0) *b.bad = *b.full = num_ranks;
-  const Range blocks = strided(coop, num_blocks), sources = strided(coop, num_ranks);
+  const Range blocks = strided(coop, num_blocks);
   // A division for every block would take a CPU as long as all its other work for one token.
   int32_t expert = coop.rank() / num_ranks, source = coop.rank() % num_ranks;
   const int32_t next_expert = coop.size() / num_ranks, next_source = coop.size() % num_ranks;
@@ -107,15 +150,17 @@ MOE_RT_FN int index_blocks(const Coop& coop, const World& w, int window, int64_t
     const int32_t beyond = source + next_source >= num_ranks ? 1 : 0;
     source += next_source - beyond * num_ranks, expert += next_expert + beyond;
   }
-  for (int64_t s = sources.begin; s < sources.end; s += sources.step) {
-    const auto lists = RouteLists<Weight>::received(w, int(s), window, b.pushed);
-    b.first_pull[s] = lists.pull_offs[me], b.pull_start[s + 1] = lists.pull_offs[me + 1];
-    b.first_copy[s] = lists.copy_offs[me], b.copy_start[s + 1] = lists.copy_offs[me + 1];
+  // The last lanes take these, as the first ones wait for counts.
+  for (int s = coop.size() - 1 - coop.rank(); s < num_ranks; s += coop.size()) {
+    const auto lists = RouteLists<Weight>::received(w, s, window, b.pushed);
+    const int32_t first_pull = lists.pull_offs[me], end_pull = lists.pull_offs[me + 1];
+    const int32_t first_copy = lists.copy_offs[me], end_copy = lists.copy_offs[me + 1];
+    b.first_pull[s] = first_pull, b.pull_start[s + 1] = end_pull;
+    b.first_copy[s] = first_copy, b.copy_start[s + 1] = end_copy;
+    b.copies[s] = 0;
   }
   coop.sync();
-  for (int64_t s = sources.begin; s < sources.end; s += sources.step) {
-    if (!plausible(w, b, int(s))) fetch_min_relaxed(*b.bad, int32_t(s));
-  }
+  check_sources(coop, w, b);
   coop.sync();
   if (const int bad = load_relaxed(*b.bad); bad < num_ranks) return bad;
   if (coop.rank() == 0) {

@@ -123,6 +123,7 @@ struct TileRouter {
       }
       coop.sync();
       write(start, in_tile);
+      if (tile + 1 == mine.end) break;
       coop.sync();
       pass_tile();
       coop.sync();
@@ -131,7 +132,7 @@ struct TileRouter {
     const Range experts = strided(coop, w.shape.num_experts);
     for (int64_t i = experts.begin; i < experts.end; i += experts.step) {
       const int32_t entry = tables.entries[i], place = place_of(entry);
-      lists_for(owner_of(entry)).counts.put(place, tiles.rows[place]);
+      lists_for(owner_of(entry)).counts.put(place, tiles.rows[place] + tiles.visits_before(place, tiles.tokens));
     }
   }
 
@@ -245,7 +246,7 @@ struct TileRouter {
       const Tiles::Sent sent = tiles.sent_before(rank, token);
       const int32_t first_copy = tiles.copies[rank] + sent.copies, at = first_copy + siblings.copies_before;
       const int32_t index = tiles.rows[place] + tiles.visits_before(place, token);
-      lists.copies.put(at, {place - w.placement.rank_first[rank], index, k, 0});
+      lists.copies.put(at, {place - tables.rank_first[rank], index, k, 0});
       lists.weights.put(at, siblings.weight);
       if (!has(entry, kLeads)) return;
       lists.pulls.put(tiles.pulls[rank] + sent.pulls,
