@@ -157,7 +157,7 @@ class _Rank:
         return points
 
     def _gate(self) -> None:
-        measuring.hold()
+        measuring.hold(self.shared.size)
         self.shared.streams.wait()
 
     def replayed(self) -> float:

@@ -299,12 +299,12 @@ def run_pairs(device: Any, load: Load, runs: int, seconds: float) -> tuple[dict[
         with Buffer(group, **load.buffer_kwargs()) as buffer, torch.no_grad():
             for turn, point in enumerate(points):
                 flush.run()
-                hold()
+                hold(size)
                 meeting.wait()
                 point[0].record()
                 recv_x, recv_weights, handle = buffer.dispatch(xs[turn % 2], idx, weights)
                 point[1].record()
-                hold()
+                hold(size)
                 meeting.wait()
                 point[2].record()
                 buffer.combine(recv_x, recv_weights, handle)
