@@ -8,6 +8,7 @@
 
 #include "../core/coop.h"
 #include "../core/plan.h"
+#include "../core/tuning.h"
 
 namespace moe_rt {
 
