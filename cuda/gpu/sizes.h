@@ -9,7 +9,7 @@ namespace moe_rt {
 
 // Shared memory that every GPU grants a block without opt-in, less the bytes that the frame uses.
 inline constexpr int64_t kScratchBytes = 48 * 1024 - 64;
-static_assert(kScratchBytes / 8 <= kMaxPlaces, "an expert takes a set of bits and a count, and fits an entry");
+static_assert(kScratchBytes / 12 <= kMaxPlaces, "an expert takes a set of bits and two counts, and fits an entry");
 
 // Tokens of a tile: kEntriesPerLane for each lane, or fewer if experts and ranks leave too little space, so that steps are few
 // and small batches are one tile. A tile of more than 32 tokens fills whole words of bits.

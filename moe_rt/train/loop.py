@@ -208,7 +208,7 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
     for p in parameters:
         optimizer.state[p] = {
-            "step": torch.zeros(()),
+            "step": torch.zeros((), device=p.device),  # where the fused update expects it
             "exp_avg": torch.zeros_like(p),
             "exp_avg_sq": torch.zeros_like(p),
         }

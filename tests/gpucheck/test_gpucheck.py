@@ -6,6 +6,7 @@ import json
 import re
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from moe_rt.lab.check import child, compiling, network, run, serving
 from moe_rt.lab.check.compiling import Variant
 from moe_rt.lab.check.kernel_code import find_disassembler, find_problems, read_orders
 from moe_rt.lab.check.steps import STEPS, Check, Skipped, Step, Table, perform
+from moe_rt.lab.testing.programs import Program, running
 
 SMALL = (Variant("kernels.cu", "F32", 20, 3), Variant("not_written.cu", "F32"))
 
@@ -60,7 +62,7 @@ def fake_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, which in {"correctness": "fail", "chains": "skip", "errors": "crash", "layer": "work"}.items():
         monkeypatch.setitem(STEPS, name, Step(name, f"gpucheck_step_{which}:check", 60, which))
     monkeypatch.setattr(run, "gpu_card", lambda device, nproc: {"gpu": "none"})
-    monkeypatch.setattr(child, "run_in_child", perform)
+    monkeypatch.setattr(child, "run_in_child", lambda step, check, keep: perform(step, check))
 
 
 def test_help() -> None:
@@ -324,6 +326,26 @@ def test_step_in_a_process_of_its_own() -> None:
     record = child.run_in_child(STEPS["correctness"], Check("cpu", quick=True, seconds=100))
     assert (record["result"], record["error"]) == ("ok", "")
     assert len(record["tables"][0]["rows"]) == 34
+
+
+def test_findings_of_a_step_outlive_whoever_started_it(tmp_path: Path) -> None:
+    """Rows that a step has found are in the report's directory before the step ends."""
+    start = (
+        "from pathlib import Path; from moe_rt.lab.check import child; "
+        "from moe_rt.lab.check.steps import STEPS, Check; "
+        f"child.run_in_child(STEPS['correctness'], Check('cpu', seconds=3000), Path({str(tmp_path)!r}))"
+    )
+    with running([Program([sys.executable, "-c", start], {})]) as (process,):
+        while not (found := [p for p in tmp_path.glob("unfinished_correctness_*/result.json") if rows_in(p)]):
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.kill()
+    assert rows_in(found[0])[0][3] == "equal"
+
+
+def rows_in(path: Path) -> list[list[Any]]:
+    tables = json.loads(path.read_text())["tables"]
+    return list(tables[0]["rows"]) if tables else []
 
 
 def test_process_that_takes_too_long_is_ended(tmp_path: Path) -> None:

@@ -4,16 +4,19 @@ events."""
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from gpucheck.fake_cuda_timing import SmallFlush, TimedGpu, device_event, stand_in
 
-from moe_rt.lab.check import graphs, layers, measuring, timing
+from moe_rt.lab.check import graphs, layers, loads, measuring, timing
 from moe_rt.lab.check.layers import LayerSizes
 from moe_rt.lab.check.measuring import RANGE, Load, host_waits, kernels
 from moe_rt.lab.check.steps import Check
+from moe_rt.lab.testing import rounds
 from moe_rt.lab.testing.rounds import WrongOutput
 
 HANG_S = 1800.0  # steps use a part of it
@@ -25,6 +28,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> TimedGpu:
     stand_in(monkeypatch, found)
     for module in (measuring, timing):
         monkeypatch.setattr(module, "Flush", SmallFlush)
+    for name, value in {"HIDDEN": 64, "EXPERTS": 8, "TOPK": 2, "WARM_UP": 1}.items():
+        monkeypatch.setattr(loads, name, value)
     monkeypatch.setattr(measuring, "_COPIED_BYTES", 1 << 16)
     for name, value in {"HIDDEN": 64, "EXPERTS": 8, "TOPK": 2, "PAIR_TOKENS": (1, 8), "REPLAYS": 2}.items():
         monkeypatch.setattr(timing, name, value)
@@ -76,7 +81,7 @@ def test_bandwidth_table(gpu: TimedGpu, ranks: int) -> None:
 
 def test_dropped_rows_are_no_measurement(gpu: TimedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     load = timing.Load(2, tokens=8, hidden=64, topk=2, experts=4)
-    tight = {**load.buffer_kwargs(), "capacity_factor": 0.2}
+    tight = {**load.buffer_kwargs(), "capacity_factor": 0.2, "overflow": "drop"}
     monkeypatch.setattr(timing.Load, "buffer_kwargs", lambda self: tight)
     with pytest.raises(WrongOutput, match="dropped"):
         timing.run_pairs(gpu, load, 3, HANG_S)
@@ -123,6 +128,60 @@ def test_other_loads(gpu: TimedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row[0] for row in table.rows] == list(small)
     assert switches == {(True, True), (False, False)}
     assert all(figure > 0 for row in table.rows for figure in row[4:])
+
+
+def test_loads(gpu: TimedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each load has one row of ops, and a row for each of its launches, which begin with the op's name."""
+    monkeypatch.setattr(loads._Rank, "replayed", lambda rank: 1e-5)
+    check = Check(gpu, quick=True, seconds=HANG_S)
+    loads.check(check)
+    assert not check.failures
+    ops, launches = check.tables
+    assert [tuple(row[:2]) for row in ops.rows] == list(loads.QUICK_SIZES)
+    assert all(figure > 0 for row in ops.rows for figure in row[2:7])
+    assert {row[4] for row in ops.rows} == {10.0}
+    assert {tuple(row[:3]) for row in launches.rows} == {
+        (1, 1, "dispatch_whole"),
+        (1, 1, "combine_whole"),
+        *((2, 8, name) for name in measuring.ROLES),
+    }
+    assert all(0 < one <= together for *_, one, together in launches.rows)
+
+
+def test_launches_of_all_ranks_are_one_span() -> None:
+    """Warm-up rounds do not count, nor do launches of other programs."""
+    events = [device_event("gemm", 0, 1000)]
+    for turn in range(5 + 2):
+        start = 1000.0 * turn
+        events += [
+            device_event("dispatch_send", start, start + 30),
+            device_event("dispatch_send", start + 10, start + 60),
+        ]
+    (found,) = loads.launch_times(events, 2).values()
+    assert found == (pytest.approx(40e-6), pytest.approx(60e-6))
+
+
+def test_copies_wait_for_their_stream_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor of a GPU is copied once its stream is done: queued copies to pageable memory hold up those of peers."""
+    seen: list[str] = []
+    stream = SimpleNamespace(synchronize=lambda: seen.append("stream"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    on_gpu = SimpleNamespace(is_cuda=True, device="cuda:0", detach=lambda: on_gpu, cpu=lambda: seen.append("copy"))
+    rounds.read(on_gpu)  # type: ignore[arg-type]
+    assert seen == ["stream", "copy"]
+
+
+def test_virtual_ranks_copy_in_one_place() -> None:
+    """Other code of gpucheck that runs on virtual ranks must use `read`."""
+    texts = {path.name: path.read_text() for path in Path(measuring.__file__).parent.glob("*.py")}
+    texts["rounds.py"] = Path(rounds.__file__).read_text()
+    found = [
+        f"{name}: {line.strip()}" for name, text in texts.items() for line in text.splitlines() if ".cpu()" in line
+    ]
+    assert found == [
+        "serving.py: expected = fused_experts(x, gate_up, down, weights, ids).cpu().float()",
+        "rounds.py: return t.detach().cpu()",
+    ]
 
 
 def test_overlap(gpu: TimedGpu, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ NOT_NEEDED = (
     NotNeeded(
         "bar.sync",
         "protocol/flat/routing_tiles.h: pass_tile(); coop.sync();",
-        "the next tile's first barrier precedes any use of these; after the last tile a lane reads only its own",
+        "the next tile's first barrier precedes any use of these",
     ),
     NotNeeded(
         "bar.sync",

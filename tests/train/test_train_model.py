@@ -51,6 +51,14 @@ def test_only_matrices_decay() -> None:
     assert {0.0, 0.1} == set(decay.values())
 
 
+def test_state_of_the_optimizer_is_where_its_parameter_is() -> None:
+    """Fused AdamW refuses a count of steps on another device."""
+    model = decoder(cases.tiny()).to("meta")
+    optimizer = make_optimizer(model, cases.tiny())
+    found = {name: t.device.type for state in optimizer.state.values() for name, t in state.items()}
+    assert found == dict.fromkeys(("step", "exp_avg", "exp_avg_sq"), "meta")
+
+
 def test_a_text_is_gone_on_with_from_its_end() -> None:
     """A text is continued from its last sequence. The model counts: after byte b, the likeliest is b + 1."""
     lengths = []

@@ -30,7 +30,8 @@ inline constexpr int kRingSlots = 8, kRingStores = 2;
 inline constexpr int kEntriesPerLane = 2;
 // One block in this many routes, at most: routing a token takes far less time than moving its row.
 inline constexpr int kBlocksPerRouter = 8;
-// Lanes that check the counts of one source together, at most: one lane takes 60 ns for each count on an H200.
+// Lanes that check the counts of one source together. One lane would take longer for 256 counts than the rest of a
+// dispatch of few tokens takes (H200).
 inline constexpr int kLanesOfSource = 32;
 // Maximum tokens of a rank in a buffer whose ops are whole: one launch of one block (gpu/whole_ops.h). By estimate one
 // block is faster than two launches of many for that few tokens.

@@ -77,37 +77,29 @@ MOE_RT_FN bool plausible(const World& w, const Blocks& b, int source, int64_t su
   return sum == copies;  // hence at most T * min(K, L), the capacity of a plan
 }
 
-// Number of lanes that check one source's counts together: their sums fit 32 bits if each is at most T * K.
-template <class Coop>
-MOE_RT_FN int lanes_of_a_source(const Coop& coop, const Shape& s) {
-  if (int64_t{s.num_max_tokens} * s.num_topk > INT32_MAX / tuning::kLanesOfSource) return 1;
-  return max_of(1, min_of(tuning::kLanesOfSource, coop.size() / s.num_ranks));
-}
-
 // Checks the lists of all sources; the lowest that are not plausible is then in b.bad. Every lane calls it after a sync
-// and syncs before it reads b.bad.
+// and syncs before it reads b.bad. With enough lanes, kLanesOfSource check one source together.
 template <class Coop>
 MOE_RT_FN void check_sources(const Coop& coop, const World& w, Blocks& b) {
-  const int num_ranks = w.shape.num_ranks, together = lanes_of_a_source(coop, w.shape);
+  constexpr int kLanes = tuning::kLanesOfSource;
+  const int num_ranks = w.shape.num_ranks;
   const int64_t most = int64_t{w.shape.num_max_tokens} * w.shape.num_topk;
-  const auto judge = [&](int source, int64_t sum) {
-    if (!plausible(w, b, source, sum)) fetch_min_relaxed(*b.bad, int32_t(source));
-  };
-  const int part = coop.rank() % together;
-  for (int source = coop.rank() / together; source < num_ranks; source += coop.size() / together) {
-    const int64_t sum = sum_of_counts(w, b, source, part, together);
-    if (together == 1) {
-      judge(source, sum);
-    } else if (sum < 0 || sum > most) {
-      fetch_min_relaxed(*b.bad, int32_t(source));
-    } else {
-      fetch_add_relaxed(b.copies[source], int32_t(sum));
-    }
-  }
-  if (together == 1) return;
-  coop.sync();
   const Range sources = strided(coop, num_ranks);
-  for (int64_t s = sources.begin; s < sources.end; s += sources.step) judge(int(s), load_relaxed(b.copies[s]));
+  if (coop.size() < kLanes * num_ranks || most > INT32_MAX / kLanes) {  // their sums must fit 32 bits
+    for (int64_t s = sources.begin; s < sources.end; s += sources.step) {
+      if (!plausible(w, b, int(s), sum_of_counts(w, b, int(s), 0, 1))) fetch_min_relaxed(*b.bad, int32_t(s));
+    }
+    return;
+  }
+  if (const int source = coop.rank() / kLanes; source < num_ranks) {
+    const int64_t sum = sum_of_counts(w, b, source, coop.rank() % kLanes, kLanes);
+    if (sum < 0 || sum > most) fetch_min_relaxed(*b.bad, int32_t(source));
+    fetch_add_relaxed(b.copies[source], int32_t(min_of(sum, most)));
+  }
+  coop.sync();
+  for (int64_t s = sources.begin; s < sources.end; s += sources.step) {
+    if (!plausible(w, b, int(s), load_relaxed(b.copies[s]))) fetch_min_relaxed(*b.bad, int32_t(s));
+  }
 }
 
 // Computes the end of each expert's rows. With alignment or expert_rows, first moves each expert's blocks past the

@@ -27,7 +27,7 @@ struct Tiles {
   int32_t *decoded, *entries;       // [tokens][K] entries (entries.h) without and with flags
   uint32_t* visits;                 // [E][words] set of the tokens that visit the expert
   uint32_t* copies_to;              // [R][words][digits] number of copies of each token for the rank
-  int32_t* rows;                    // [E] rows of the tokens before the tile
+  int32_t *rows, *later_rows;       // [E] rows of the tokens before the tile, and after it
   int32_t *pulls, *copies;          // [R] of the tokens before the tile; then the tile's start in the lists
   int32_t *all_pulls, *all_copies;  // [R] of the tokens after the tile; then of all tokens
 
@@ -40,7 +40,7 @@ struct Tiles {
   // Number of ints that route() zeroes; they come first.
   MOE_RT_FN static int64_t num_cleared(const Shape& s, int32_t tokens) {
     const int64_t words = words_of(tokens);
-    return s.num_experts * (words + 1) + s.num_ranks * (words * digits_of(s.num_topk) + 4);
+    return s.num_experts * (words + 2) + s.num_ranks * (words * digits_of(s.num_topk) + 4);
   }
   MOE_RT_FN static int64_t num_ints(const Shape& s, int32_t tokens) {
     return num_cleared(s, tokens) + int64_t{2} * tokens * s.num_topk;
@@ -55,7 +55,8 @@ struct Tiles {
     t.visits = reinterpret_cast<uint32_t*>(ints);
     t.copies_to = t.visits + int64_t{s.num_experts} * t.words;
     t.rows = ints + int64_t{s.num_experts} * t.words + int64_t{s.num_ranks} * t.words * t.digits;
-    t.pulls = t.rows + s.num_experts;
+    t.later_rows = t.rows + s.num_experts;
+    t.pulls = t.later_rows + s.num_experts;
     t.copies = t.pulls + s.num_ranks;
     t.all_pulls = t.copies + s.num_ranks;
     t.all_copies = t.all_pulls + s.num_ranks;
@@ -182,8 +183,8 @@ struct TileRouter {
     }
   }
 
-  // Counts the tokens outside [begin, end), one token per lane: rows of each expert for tokens before; for tokens after
-  // only copies of each rank, since their rows are not needed.
+  // Counts the tokens outside [begin, end), one token per lane: the rows of each expert, and the pulls of each rank. A
+  // count for each rank would be enough for tokens after, but lanes would wait for each other to add to it.
   MOE_RT_FN void count_others(int64_t begin, int64_t end) const {
     const int num_topk = dims.num_topk();
     const Range others = strided(coop, num_tokens - (end - begin));
@@ -195,7 +196,7 @@ struct TileRouter {
       for_topk<Dims>(num_topk, [&](int k) {
         const int32_t entry = flagged<Dims>(token, k, num_topk), rank = owner_of(entry);
         if (entry < 0 || has(entry, kRepeats)) return;
-        fetch_add_relaxed(before ? tiles.rows[place_of(entry)] : tiles.all_copies[rank], 1);
+        fetch_add_relaxed((before ? tiles.rows : tiles.later_rows)[place_of(entry)], 1);
         if (has(entry, kLeads)) fetch_add_relaxed(before ? tiles.pulls[rank] : tiles.all_pulls[rank], 1);
       });
     }
@@ -205,9 +206,10 @@ struct TileRouter {
   MOE_RT_FN void sum_up() const {
     const Range experts = strided(coop, w.shape.num_experts), ranks = strided(coop, w.shape.num_ranks);
     for (int64_t i = experts.begin; i < experts.end; i += experts.step) {
-      if (tiles.rows[i] == 0) continue;
-      fetch_add_relaxed(tiles.copies[w.placement.owner[i]], tiles.rows[i]);
-      fetch_add_relaxed(tiles.all_copies[w.placement.owner[i]], tiles.rows[i]);
+      const int32_t before = tiles.rows[i], others = before + tiles.later_rows[i];
+      if (others == 0) continue;
+      if (before != 0) fetch_add_relaxed(tiles.copies[w.placement.owner[i]], before);
+      fetch_add_relaxed(tiles.all_copies[w.placement.owner[i]], others);
     }
     for (int64_t r = ranks.begin; r < ranks.end; r += ranks.step) {
       const Tiles::Sent sent = tiles.sent_before(int32_t(r), tiles.tokens);

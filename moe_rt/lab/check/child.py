@@ -23,9 +23,12 @@ from moe_rt.lab.testing.programs import Program, end_with_starter, running, wait
 _LAST_WORDS_S, _LOG_CHARS = 3.0, 6000
 
 
-def run_in_child(step: Step, check: Check) -> dict[str, Any]:
-    """Run a step in its own process and return its record. Findings made before a crash or a hang are kept."""
-    with tempfile.TemporaryDirectory(prefix="moe_rt_gpucheck_") as folder:
+def run_in_child(step: Step, check: Check, keep: Path | None = None) -> dict[str, Any]:
+    """Run a step in its own process and return its record. Findings made before a crash or a hang are kept.
+
+    While the step runs they are in a directory in `keep`, where they stay if this process is killed.
+    """
+    with tempfile.TemporaryDirectory(prefix=f"unfinished_{step.name}_", dir=keep) as folder:
         result = Path(folder, "result.json")
         command = child_command(
             step.name,

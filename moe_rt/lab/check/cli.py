@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,7 +91,7 @@ def gpucheck(
         records = [_compile_only(archs)]
         save(records)
     else:
-        steps = _run(device, quick, nproc, on_cpu, budget, sizes, save)
+        steps = _run(device, quick, nproc, on_cpu, budget, sizes, report, save)
         records = steps.run(only or tuple(STEPS))
     document = run.document(records, gpu, emulated=on_cpu)
     console().print(show(document))
@@ -136,6 +137,7 @@ def _run(
     on_cpu: bool,
     budget: float | None,
     sizes: tuple[int, ...] | None,
+    report: Path | None,
     save: Callable[[list[dict[str, Any]]], None],
 ) -> Run:
     """Return a run in which each step has its own process. Kernels executed on the CPU leave no core idle."""
@@ -143,7 +145,7 @@ def _run(
 
     patience = emulated.PATIENCE if on_cpu else 1
     return run.Run(
-        child.run_in_child,
+        partial(child.run_in_child, keep=report),
         emulated.DEVICE if on_cpu else device,
         quick or on_cpu,
         sizes,

@@ -19,8 +19,8 @@ _FEW_TOKENS = 1024  # of all ranks together; chance may send more of them than u
 
 @dataclass(frozen=True)
 class Load:
-    """One set of sizes. With many tokens on several ranks, recv_x is not sized for the worst case, which would take most
-    of the memory.
+    """One set of sizes. With many tokens on several ranks, recv_x is not sized for the worst case, which would take
+    most of the memory.
 
     Attributes:
         raises: True if too many rows are an error rather than dropped, so that every rank reads every count.
@@ -154,14 +154,14 @@ class Flush:
         self._memory.zero_()
 
 
-# Hosts of virtual ranks meet and then take turns under Python's lock. With 3 ms for eight of them, ops of few tokens
-# seemed to take 1 to 2 ms on an H200, and 0.02 to 0.2 ms in a replayed graph.
-_HELD_CYCLES = 6_000_000
+# About 1 ms. Hosts of virtual ranks meet and then take turns under Python's lock: 3 ms were too few for eight of them,
+# since ops of few tokens then seemed to take 1 to 2 ms, and 0.02 to 0.2 ms in a replayed graph (H200, 2026-11-27).
+_CYCLES_OF_A_MS = 2_000_000
 
 
 def hold(num_ranks: int) -> None:
-    """Keep the current stream busy for about 3 ms per rank, in which all hosts queue what is timed next."""
-    torch.cuda._sleep(num_ranks * _HELD_CYCLES)
+    """Keep the current stream busy for some ms, in which all hosts queue what is timed next."""
+    torch.cuda._sleep((2 + num_ranks) * _CYCLES_OF_A_MS)
 
 
 class StreamMeeting:
