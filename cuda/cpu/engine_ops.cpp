@@ -39,7 +39,9 @@ rows::HostScaledRows Engine::scaled_rows(const ScaledArgs& a, int64_t n, int64_t
           n * a.code_bytes >= stream_from};
 }
 
-// Steps of one dispatch, in the order in which they run. Every lane calls each step, except where one lane is named.
+// Steps of one dispatch, in the order in which they run: send (count, write_lists, publish); over a network fetch, once
+// Engine::begin has announced, or stage, in Engine::forward; receive (index, take, judge_gathered). Every lane calls each
+// step, except where one lane is named.
 template <class Acc>
 struct Engine::DispatchSteps {
   Engine& engine;
@@ -271,7 +273,8 @@ Status Engine::combine_entries(const CombineArgs& a, const Returned<Acc>& in, ui
   const bool all_pushed = codec != Codec::kRaw || out_overlaps_rows(a) || (a.topk_weights && half != Half::kBoth);
   const int64_t others = head.num_pulled - head.num_own;
   const auto send = [&](const auto& coop, int window, Header&) {
-    const int64_t num_rows = head.num_pulled ? head.num_copies * others / head.num_pulled : 0;  // about
+    // An estimate, which only decides whether stores are streamed.
+    const int64_t num_rows = head.num_pulled ? head.num_copies * others / head.num_pulled : 0;
     const auto rows = row_ops<Acc>(num_rows, stream_from_.pushed, codec);
     with_link(window, [&](const auto& link) {
       if (all_pushed) {

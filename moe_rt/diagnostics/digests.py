@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -83,6 +82,8 @@ class Digest:
 
     def step(self) -> None:
         """End a step. An optimizer's step on a parameter of the model does this by itself."""
+        from torch.distributed.tensor import DTensor  # here, since it would slow the import of Buffer by a second
+
         for name, p in self._model.named_parameters():
             # Shards depend on the number of ranks.
             if not isinstance(p, DTensor):

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
-from torch.distributed.fsdp import FSDPModule
 
 from moe_rt.buffer.buffer import Buffer
 from moe_rt.buffer.handle import Handle
@@ -46,6 +45,8 @@ def has_gain(buffer: Buffer, experts: nn.Module, rows: Tensor, topk_weights: Ten
         return False
     if not unwatched(rows, topk_weights) or not any(p.requires_grad for p in experts.parameters()):
         return False
+    from torch.distributed.fsdp import FSDPModule  # here, since it would slow the import of MoELayer by a second
+
     return not any(isinstance(m, FSDPModule) or m._backward_hooks or m._backward_pre_hooks for m in experts.modules())
 
 

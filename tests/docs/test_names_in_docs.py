@@ -1,16 +1,20 @@
-"""Every error, option and keyword that a document names exists in the code, and every error has a section."""
+"""Every error, option and keyword that a document names exists in the code, and walks through files are taken."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
 import re
+import sys
 from pathlib import Path
+from types import FrameType
 
 import click
 import pytest
+import torch
+import torch.distributed as dist
 
-from moe_rt import Buffer, MoEConfig, errors
+from moe_rt import Buffer, MoEConfig, MoELayer, errors
 from moe_rt.cli import main as moe_rt_command
 from moe_rt.integrations.megatron import MoeRtManager
 from moe_rt.integrations.torchtitan import token_dispatcher
@@ -146,3 +150,43 @@ def test_keywords_of_models_exist() -> None:
         if line.startswith("|"):
             for name in re.findall(r"`([a-z_]+)=[^`]*`", line):
                 assert name in fields, f"{name} in {line}"
+
+
+def test_the_walks_through_the_files() -> None:
+    """Python enters the functions of CONTRIBUTING's walks in that order; those of C++ are defined in their files."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    forward, buffer = (
+        re.findall(r"^(\S+\.\w+) +([\w.]+(?:, \w+)*)", walk, re.MULTILINE)
+        for walk in re.findall(r"^```text\n(moe_rt/nn/layer\.py.*?|moe_rt/buffer/buffer\.py.*?)```", text, re.S | re.M)
+    )
+    entered: list[tuple[str, str]] = []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            entered.append((frame.f_code.co_filename.removeprefix(f"{ROOT}/"), frame.f_code.co_name))
+
+    sizes = dict(num_max_tokens_per_rank=8, hidden=16, num_topk=2, num_experts=4)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        layer = MoELayer(MoEConfig(**sizes, intermediate=8))  # type: ignore[arg-type]
+        layer(torch.randn(4, 16))
+        for walk, take in (
+            (forward, lambda: layer(torch.randn(4, 16))),
+            (buffer, lambda: Buffer(None, dtype=torch.float32, **sizes).close()),  # type: ignore[arg-type]
+        ):
+            entered.clear()
+            sys.setprofile(note)
+            try:
+                take()
+            finally:
+                sys.setprofile(None)
+            calls = iter(entered)
+            in_python = [(file, name.rpartition(".")[2]) for file, name in walk if file.startswith("moe_rt/")]
+            assert [step for step in in_python if step not in calls] == []
+        layer.buffer.close()
+    finally:
+        dist.destroy_process_group()
+    in_cpp = [(file, name) for file, names in forward if file.startswith("cuda/") for name in names.split(", ")]
+    assert len(in_python) + len(in_cpp) > 10
+    for file, name in in_cpp:
+        assert re.search(rf"\b{name} ?[({{]|::{name}\(", (ROOT / file).read_text()), f"{file} has no {name}"

@@ -13,17 +13,25 @@ import moe_rt
 from moe_rt.cli import main
 
 LOOK = "import sys; import moe_rt, moe_rt.cli, moe_rt.lab.cluster.cli; sys.exit('torch' in sys.modules)"
+FROM_TORCH = """
+import sys, torch
+loaded = {*sys.modules}
+from moe_rt import Buffer, MoELayer
+slow = {"sympy", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"}
+assert not slow & {*sys.modules} - loaded, slow & {*sys.modules} - loaded
+"""
 PARTS = {
     part: f"import moe_rt; moe_rt.{part}"
     for part in ("nn.router.RouterConfig", "buffer.buffer.Buffer", "memory.shm", "parallel.prepare", "errors.PeerDead")
 }
 COMMANDS = ["bench", "calibrate", "chaos", "compile", "diff", "docs", "gpucheck", "info", "nodes", "on-cpu", "plan"]
 NAMES = "import moe_rt; missing = {*moe_rt.__all__} - {*dir(moe_rt)}; assert not missing, missing"
+CODES = {"torch": LOOK, "from torch": FROM_TORCH, "names": NAMES, **PARTS}
 
 
-@pytest.mark.parametrize("code", [LOOK, NAMES, *PARTS.values()], ids=["torch", "names", *PARTS])
+@pytest.mark.parametrize("code", CODES.values(), ids=CODES)
 def test_in_a_new_process(code: str) -> None:
-    """Importing the CLI imports no torch, which its ranks need only; names and modules resolve before their import."""
+    """The CLI imports no torch, Buffer and MoELayer no slow part of it, and names resolve before their import."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
 
