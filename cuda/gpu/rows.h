@@ -159,7 +159,8 @@ struct DeviceRows {
   };
 
   // Scales all rows and computes this lane's part of their dots. In each pass over g a lane takes kEach of its vectors
-  // and the same vectors of every row, kRows rows at a time: several if rows are few.
+  // and the same vectors of every row, kRows rows at a time: with kVectorsOfDots = 4, one row takes two vectors of g and
+  // two of y in each pass, three rows one each, and more rows kRows at a time.
   template <int kRows, class Bound>
   MOE_RT_FN void scale_together(const Scaled& to, const char* g, Acc* dots) const {
     constexpr int kEach = tuning::kVectorsOfDots / (kRows + 1) > 0 ? tuning::kVectorsOfDots / (kRows + 1) : 1;

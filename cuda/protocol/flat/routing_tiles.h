@@ -28,8 +28,8 @@ struct Tiles {
   uint32_t* visits;                 // [E][words] set of the tokens that visit the expert
   uint32_t* copies_to;              // [R][words][digits] number of copies of each token for the rank
   int32_t *rows, *later_rows;       // [E] rows of the tokens before the tile, and after it
-  int32_t *pulls, *copies;          // [R] of the tokens before the tile; then the tile's start in the lists
-  int32_t *all_pulls, *all_copies;  // [R] of the tokens after the tile; then of all tokens
+  int32_t *pulls, *copies;          // [R] of the tokens before the tile; from find_places on, places in the lists
+  int32_t *all_pulls, *all_copies;  // [R] of the tokens after the tile; from sum_up on, of all tokens
 
   MOE_RT_FN static int32_t words_of(int32_t tokens) { return (tokens + 31) / 32; }
   MOE_RT_FN static int32_t digits_of(int32_t value) {
@@ -107,6 +107,10 @@ struct TileRouter {
 
   // Builds the index-th of `count` shares of the lists, which are built at the same time. Lanes do not sync at the end:
   // callers sync before they announce.
+  //
+  // Each of the share's tiles is marked (entries and bit sets), written and passed. Before the first is written, all
+  // tokens outside of it are counted (count_others), added up for each rank (sum_up) and turned into places
+  // (find_places). The last share writes the number of rows of each expert.
   MOE_RT_FN void route(int index, int count) const {
     const Range mine = contiguous_chunk(Tiles::count(num_tokens, tiles.tokens), index, count);
     const Range cleared = strided(coop, Tiles::num_cleared(w.shape, tiles.tokens));
@@ -218,12 +222,14 @@ struct TileRouter {
     }
   }
 
-  MOE_RT_FN void find_places(bool tell_receivers) const {
+  // Adds to each rank's running counts the start of its part of the lists: the sum over all lower ranks. The first share
+  // also writes these offsets for the readers.
+  MOE_RT_FN void find_places(bool write_offsets) const {
     const Range ends = strided(coop, w.shape.num_ranks + 1);
     for (int64_t r = ends.begin; r < ends.end; r += ends.step) {
       int32_t pulls = 0, copies = 0;
       for (int32_t s = 0; s < r; ++s) pulls += tiles.all_pulls[s], copies += tiles.all_copies[s];
-      for (int32_t reader = 0; tell_receivers && reader < lists_for.count(); ++reader) {
+      for (int32_t reader = 0; write_offsets && reader < lists_for.count(); ++reader) {
         const auto lists = lists_for(reader);
         lists.pull_offs.put(r, pulls), lists.copy_offs.put(r, copies);
       }

@@ -33,7 +33,7 @@ _COLUMNS = ["ranks", "tokens", "dispatch", "combine", "pair in a graph", "torch"
 _NOTE = (
     "us, medians; all ranks on one GPU, from the first start to the last end, cold cache. In a graph: one of many "
     "replayed pairs, warm. torch: sort, index_select, and a gather with a batched product, for all ranks' tokens. "
-    "Copies: as many bytes as dispatch and combine must move. Estimate: as in docs/cuda_estimates.md, for one rank"
+    "Copies: as many bytes as dispatch and combine must move. Estimate: `moe-rt docs cuda_estimates`, for one rank"
 )
 
 
@@ -116,7 +116,7 @@ def times_of(device: Any, load: Load, runs: int, seconds: float) -> Times:
 
 
 class _Shared:
-    """What the ranks of one load meet at, and the lock for capturing, of which torch does one at a time."""
+    """Barriers of one load's ranks, and the lock for capturing: torch captures one graph at a time."""
 
     def __init__(self, size: int, seconds: float) -> None:
         self.size, self.seconds = size, seconds
