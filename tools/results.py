@@ -29,6 +29,8 @@ CASES = (*BATCHES, ONE_TOKEN)
 OTHERS = {"a2a": "all_to_all_single", "transformers": "AllToAllEP", "mpi": "MPI"}
 NAMES = {"moe_rt": "moe_rt", **OTHERS, "memcpy": "memcpy"}
 PLOTTED = {"moe_rt": "#1b7f5c", "mpi": "#5b7db1", "a2a": "#b0b0b0"}
+ON_A_GPU = "bench/results/h200-2026-11-27/report.json"  # written by moe-rt gpucheck
+RANKS_SHOWN = (1, 8)
 MALLOC = {"recycle": "kept", "system": "as installed"}
 
 Times = dict[str, float]  # contestant -> median of isolated iterations, us
@@ -141,6 +143,26 @@ def ratio_table(root: Path) -> str:
     return "\n".join(lines)
 
 
+def gpu_table(root: Path) -> str:
+    """Pairs of virtual ranks on one GPU next to torch and to copies, by number of ranks and tokens.
+
+    Ops issued one by one count only for one rank: hosts of several took longer to issue them than they ran.
+    """
+    steps = {step["step"]: step for step in json.loads((root / ON_A_GPU).read_text())["steps"]}
+    loads = steps["loads"]["tables"][0]
+    lines = [
+        "| Ranks on the GPU | tokens of each | dispatch + combine | replayed in a graph | torch | copies |",
+        "|---|---|---|---|---|---|",
+    ]
+    rows = (dict(zip(loads["columns"], row, strict=True)) for row in loads["rows"])
+    for row in sorted(rows, key=lambda row: (row["ranks"], row["tokens"])):
+        if row["ranks"] in RANKS_SHOWN:
+            issued = three_digits(row["dispatch"] + row["combine"]) if row["ranks"] == 1 else ""
+            others = map(three_digits, (row["pair in a graph"], row["torch"], row["copies"]))
+            lines.append(f"| {row['ranks']} | {row['tokens']} | {issued} | {' | '.join(others)} |")
+    return "\n".join(lines)
+
+
 def all_times(root: Path) -> str:
     """Medians of every kept run in ms, as CSV."""
     file = io.StringIO()
@@ -196,11 +218,13 @@ def differs(path: Path, text: str) -> bool:
 def generated(root: Path) -> dict[Path, str]:
     """Expected text of each document, computed from the files."""
     readme, benchmarks, kept = root / "README.md", root / "docs/benchmarks.md", root / "bench/results/README.md"
+    gpus = root / "docs/cuda.md"
     summary = f"{memcpy_sentences(root)}\n\n{layer_sentence(root)}"
     return {
         readme: with_section(readme.read_text(), "results:summary", summary),
         benchmarks: with_section(benchmarks.read_text(), "results:table", short_table(root)),
         kept: with_section(kept.read_text(), "results:table", ratio_table(root)),
+        gpus: with_section(gpus.read_text(), "results:gpu", gpu_table(root)),
         root / "bench/results/exchange.csv": all_times(root),
         root / "docs/results.svg": plot(root),
     }

@@ -7,7 +7,7 @@ namespace moe_rt {
 
 struct BlockCoop {
   MOE_RT_FN int rank() const { return int(threadIdx.x); }
-  MOE_RT_FN static constexpr int size() { return MOE_RT_THREADS; }  // a constant, so that loops need no division
+  MOE_RT_FN int size() const { return int(blockDim.x); }
   MOE_RT_FN void sync() const { __syncthreads(); }
 };
 
@@ -158,13 +158,13 @@ struct CudaMachine {
 #endif
   }
   __device__ WarpGroup warps(int first_block) const {
-    const int64_t blocks = num_blocks() - first_block, each = BlockCoop::size() / WarpGroup::kTeamLanes;
+    const int64_t blocks = num_blocks() - first_block, each = int(blockDim.x) / WarpGroup::kTeamLanes;
     return {int(threadIdx.x) / WarpGroup::kTeamLanes * blocks + block_index() - first_block, each * blocks};
   }
   __device__ WarpsGroup warps(int first_block, int together) const {
     const int64_t blocks = num_blocks() - first_block, lanes = together * WarpsGroup::kTeamLanes;
     const int first = int(threadIdx.x) / int(lanes);
-    return {first * blocks + block_index() - first_block, BlockCoop::size() / int(lanes) * blocks,
+    return {first * blocks + block_index() - first_block, int(blockDim.x) / int(lanes) * blocks,
             int(threadIdx.x) - first * int(lanes), int(lanes)};
   }
   __device__ auto link() const { return links.link(); }

@@ -16,11 +16,12 @@ ROOT = Path(__file__).resolve().parents[2]
 WRITTEN = (
     "README.md",
     "docs/benchmarks.md",
+    "docs/cuda.md",
     "bench/results/README.md",
     "bench/results/exchange.csv",
     "docs/results.svg",
 )
-PARTS = ("README.md", "docs/benchmarks.md", "bench/results", "docs/results.svg", "tools/results.py")
+PARTS = ("README.md", "docs/benchmarks.md", "docs/cuda.md", "bench/results", "docs/results.svg", "tools/results.py")
 
 
 def a_copy(root: Path) -> Path:
@@ -50,6 +51,7 @@ def test_documents_equal_the_files(tmp_path: Path) -> None:
     [
         ("README.md", "Batches take 1.04", "Batches take 1.03"),
         ("docs/benchmarks.md", "top-4 | 1.23 |", "top-4 | 0.5 |"),
+        ("docs/cuda.md", "| 4,494 |", "| 4,000 |"),
         ("bench/results/exchange.csv", "pair-2x512x2048,1.23,", "pair-2x512x2048,0.5,"),
         ("docs/results.svg", "moe_rt  1.04\u00d7", "moe_rt  1.03\u00d7"),
     ],

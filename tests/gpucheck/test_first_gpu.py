@@ -24,7 +24,8 @@ def test_syntax(name: str) -> None:
 def test_run(tmp_path: Path, step: str, budget: int, result: str) -> None:
     require_compiler()
     shutil.copy(TOOL / "run.sh", tmp_path)
-    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels").mkdir(mode=0o775)
+    subprocess.run(["tar", "-C", tmp_path, "-cJf", tmp_path / "kernels.tar.xz", "kernels"], check=True)
     environment = {"PYTHON": sys.executable, "OUT": "out", "BUDGET": str(budget + 600), "BENCH_S": "0"}
     command = ["bash", "run.sh", "--emulated", "--only", step, "--budget", str(budget)]
     ran = subprocess.run(

@@ -28,4 +28,6 @@ git archive HEAD | tar -x -C "$into/source"
 rm -rf "$into/venv" "$into/source"
 
 (cd / && "$compiler" -m moe_rt compile --into "$into/kernels" --arch "${ARCH:-sm_90a}")
+tar -C "$into" -cJf "$into/kernels.tar.xz" kernels # a tenth as large
+rm -rf "$into/kernels"
 du -sh "$into"

@@ -14,9 +14,9 @@ begin=$(date +%s)
 
 "$python" -c 'import moe_rt' 2> "$out/import.log" ||
   "$python" -m pip install --quiet --no-index --no-deps --no-compile "$here"/*.whl
-if [ -d "$here/kernels" ]; then
-  export MOE_RT_CACHE=$out/kernels # a copy, since the cache must belong to this user
-  cp -R "$here/kernels" "$out" && chmod -R go-w "$out/kernels" && chmod 700 "$out/kernels"
+if [ -f "$here/kernels.tar.xz" ]; then
+  export MOE_RT_CACHE=$out/kernels
+  tar -C "$out" --no-same-owner -xJf "$here/kernels.tar.xz" && chmod -R go-w "$out/kernels" && chmod 700 "$out/kernels"
 fi
 {
   cat "$here/COMMIT" 2> /dev/null

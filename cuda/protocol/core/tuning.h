@@ -2,7 +2,7 @@
 //
 // These are compiled in, because compilers unroll loops and size arrays by them. The constants that Python passes at run
 // time are fields of moe_rt.Tuning (moe_rt/config/tuning.py). Each constant has its unit and the reason for its value;
-// docs/log.md has the measurements on CPUs. No value for GPUs was measured: they follow from formulas (docs/cuda.md).
+// docs/log.md has the measurements on CPUs. Values for GPUs follow from formulas (docs/cuda.md) unless an H200 is named.
 #pragma once
 
 #include "platform.h"
