@@ -74,4 +74,5 @@ def test_a_changed_file_fails_everywhere(tmp_path: Path) -> None:
     document = json.loads(path.read_text())
     document["runs"][0]["results"][0]["isolated_us"]["p50"] *= 2
     path.write_text(json.dumps(document))
-    assert run(root) == (1, [f"{name} differs from bench/results" for name in WRITTEN])
+    others = [name for name in WRITTEN if name != "docs/cuda.md"]  # that page shows a GPU's report
+    assert run(root) == (1, [f"{name} differs from bench/results" for name in others])

@@ -57,7 +57,7 @@ MOE_RT_FN int64_t sum_of_counts(const World& w, const Blocks& b, int source, int
   bool wrong = false;  // no early exit, which would make every load wait for the one before
   for (int32_t e = first; e < num_local; e += step) {
     const int32_t count = b.start[e * num_ranks + source];
-    wrong |= count < 0 || count > tokens;
+    if (count < 0 || count > tokens) wrong = true;
     sum += count;
   }
   return wrong ? -1 : sum;
