@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.ranks import Ranks
 from train import cases_train as cases
 
@@ -53,6 +55,23 @@ def test_what_a_step_reports_is_of_all_ranks(make_ranks: MakeRanks) -> None:
                 assert row[name] == pytest.approx(one[name], rel=1e-4), name
 
 
+def test_a_group_made_here_ends_with_the_block_and_a_given_one_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, make = [], dist.init_process_group
+
+    def noted(*arguments: Any, **options: Any) -> None:
+        given.append(options["timeout"].total_seconds())
+        make(*arguments, **options)
+
+    monkeypatch.setattr(dist, "init_process_group", noted)
+    with pytest.raises(KeyError), parallel.process_group("cpu", 7.5):
+        with parallel.process_group("cpu", 9.0):
+            pass
+        assert dist.is_initialized()
+        raise KeyError
+    assert not dist.is_initialized()
+    assert given == [7.5]
+
+
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing GPU is reported with torch's reason."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
@@ -69,8 +88,14 @@ def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"ep": 0}, "ep: got 0"),
         ({"num_experts": 3}, "num_experts: got 3, expected at least one for each of 4"),
         ({"batch_size": 6}, "batch_size: got 6, expected a multiple of the world size 4"),
+        ({"batch_size": 6, "ep": 2}, "batch_size: got 6, expected a multiple of the world size 4"),
     ],
 )
 def test_world_that_does_not_fit(changes: dict[str, int], message: str) -> None:
     with pytest.raises(InvalidConfig, match=message):
         cases.tiny(**changes).check_world(4)
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_a_world_that_just_fits(ep: int) -> None:
+    assert cases.tiny(ep=ep, num_experts=ep, num_topk=1, batch_size=4).check_world(4) == ep

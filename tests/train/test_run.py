@@ -120,7 +120,7 @@ def test_ranks_that_cannot_be_grouped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden": 30, "num_heads": 4}, "InvalidConfig: hidden: got 30, expected a multiple of 2 * num_heads = 8"),
+        ({"hidden": 36, "num_heads": 4}, "InvalidConfig: hidden: got 36, expected a multiple of 2 * num_heads = 8"),
         ({"num_topk": 7}, "InvalidConfig: num_topk: got 7, expected at most num_experts = 6"),
         ({"steps": 0}, "InvalidConfig: steps: got 0, expected at least 1"),
         ({"lr": -1.0}, "InvalidConfig: lr: got -1.0, expected above 0"),
@@ -249,6 +249,20 @@ def test_ranks_of_a_run_wait_as_long_as_asked(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(Stop) as raised:
         train(cases.tiny(timeout_s=7.5))
     assert raised.value.args == ("cpu", 7.5)
+
+
+def test_weights_are_drawn_from_the_seed_when_all_ranks_have_their_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[Any] = []
+
+    def stop(*given: Any) -> None:
+        raise Stop(torch.initial_seed())
+
+    monkeypatch.setattr(loop.data, "load", lambda *given: order.append("data"))
+    monkeypatch.setattr(loop.dist, "barrier", lambda: order.append("barrier"))
+    monkeypatch.setattr(loop, "Decoder", stop)
+    with pytest.raises(Stop) as raised:
+        train(cases.tiny(seed=5))
+    assert (order, raised.value.args) == (["data", "barrier"], (5,))
 
 
 @pytest.mark.parametrize("part", ["metrics.jsonl", "checkpoints"])
