@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from moe_rt import Buffer, MoEConfig, MoELayer
-from moe_rt.parallel import own_experts, prepare, whole_state_dict
+from moe_rt.nn.part import Part
+from moe_rt.parallel import expert_parameters, own_experts, prepare, whole_state_dict
 
 H, E, TOKENS = 16, 4, 48
 
@@ -174,9 +175,10 @@ def adapted(group: Any, layout: str, late: bool = False) -> list[float]:
     model: Any = peft.get_peft_model(base, lora)
     _draw_adapters(model, layer.expert_ids)
     try:
-        if world > 1:
-            model = DistributedDataParallel(model if late else prepare(model))
-        return steps(model, rank, world)
+        if world > 1 and not late:
+            prepare(model)
+            assert all(isinstance(p, Part) for p in expert_parameters(model)), "before a wrapper or optimizer sees them"
+        return steps(model if world == 1 else DistributedDataParallel(model), rank, world)
     finally:
         layer.buffer.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from support.ranks import Ranks
 from train import cases_train as cases
 
 from moe_rt.errors import InvalidConfig
+from moe_rt.lab.testing.ports import free_ports
 from moe_rt.train import parallel
 
 MakeRanks = Callable[[str, int], Ranks]
@@ -55,11 +57,18 @@ def test_what_a_step_reports_is_of_all_ranks(make_ranks: MakeRanks) -> None:
                 assert row[name] == pytest.approx(one[name], rel=1e-4), name
 
 
-def test_a_group_made_here_ends_with_the_block_and_a_given_one_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("by_torchrun", [False, True])
+def test_a_group_made_here_ends_with_the_block_and_a_given_one_stays(
+    monkeypatch: pytest.MonkeyPatch, by_torchrun: bool
+) -> None:
     given, make = [], dist.init_process_group
+    if by_torchrun:
+        place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_ports())}
+        for name, value in place.items():
+            monkeypatch.setenv(name, value)
 
     def noted(*arguments: Any, **options: Any) -> None:
-        given.append(options["timeout"].total_seconds())
+        given.append(options.get("timeout"))
         make(*arguments, **options)
 
     monkeypatch.setattr(dist, "init_process_group", noted)
@@ -69,7 +78,7 @@ def test_a_group_made_here_ends_with_the_block_and_a_given_one_stays(monkeypatch
         assert dist.is_initialized()
         raise KeyError
     assert not dist.is_initialized()
-    assert given == [7.5]
+    assert given == [timedelta(seconds=7.5)]
 
 
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
