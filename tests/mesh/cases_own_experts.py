@@ -140,6 +140,23 @@ def saved_on_one(group: Any, kind: type[nn.Module], whole: bool) -> tuple[list[f
         other.module.close()
 
 
+def remade(group: Any) -> list[bool]:
+    """Replace parameters of a user's experts, one of which is frozen, and freeze another before they are marked."""
+    model = Model(group, Listed, marked=False)
+    [buffer] = model.buffers_of_rows
+    model.experts.each[0].bias.requires_grad_(False)
+    own_experts(model.experts, buffer)
+    kind, found = type(model.experts), []
+    try:
+        for child in model.experts.each:
+            child.weight = nn.Parameter(child.weight.detach().clone())
+        model(torch.ones(2, H))
+        found = [isinstance(p, Part) for p in model.experts.parameters()]
+        return [*found, (kind.__module__, kind.__name__) == (Listed.__module__, "Listed")]
+    finally:
+        model.close()
+
+
 def copied(group: Any) -> tuple[list[float], list[float]]:
     model = prepare(Model(group, Listed))
     again = copy.deepcopy(model)

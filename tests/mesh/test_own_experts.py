@@ -54,6 +54,10 @@ def test_another_rank_s_file_is_refused(make_ranks: MakeRanks, kind: Any) -> Non
         raise other
 
 
+def test_experts_that_are_frozen_or_replaced_are_parts_in_the_forward(make_ranks: MakeRanks) -> None:
+    assert make_ranks("shm", 2).run(cases.remade) == [[True] * 5] * 2
+
+
 def test_a_copy_knows_its_experts(make_ranks: MakeRanks) -> None:
     for expected, got in make_ranks("shm", 2).run(cases.copied):
         assert got == expected

@@ -108,3 +108,9 @@ def test_world_that_does_not_fit(changes: dict[str, int], message: str) -> None:
 @pytest.mark.parametrize("ep", [1, 2, 4])
 def test_a_world_that_just_fits(ep: int) -> None:
     assert cases.tiny(ep=ep, num_experts=ep, num_topk=1, batch_size=4).check_world(4) == ep
+
+
+def test_ranks_share_a_batch_in_contiguous_parts() -> None:
+    group: Any = None
+    parts = [parallel.Ranks(rank, 4, group, group).share(12) for rank in range(4)]
+    assert parts == [range(0, 3), range(3, 6), range(6, 9), range(9, 12)]

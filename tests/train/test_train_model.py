@@ -93,3 +93,16 @@ def test_a_sampled_text_is_torch_s(temperature: float) -> None:
         texts.add(got)
     assert len(texts) == 3
     assert all(set("\n\t\N{REPLACEMENT CHARACTER}") <= set(text) for text in texts)
+
+
+def test_a_tied_head_is_the_embedding_and_losses_of_layers_add_up() -> None:
+    config = cases.tiny(tie_embeddings=True, num_layers=3)
+    model, losses = decoder(config), []
+    assert model.head.weight is model.embedding.weight
+    assert decoder(cases.tiny()).head.weight is not model.embedding.weight
+    for module in model.modules():
+        if isinstance(module, DenseMoE):
+            module.register_forward_hook(lambda _, given, out: losses.append(out[1].loss))
+    out = model(torch.zeros(2, config.seq_len, dtype=torch.int64))
+    assert len(losses) == 3
+    torch.testing.assert_close(out.aux_loss, sum(losses), rtol=1e-6, atol=0.0)
