@@ -145,6 +145,10 @@ def test_all_ranks_fall_back_alike(make_ranks: MakeRanks, tmp_path: Path, kind: 
         assert "step-00000001: manifest.json: got no such file" in str(outcome)
 
 
+def test_all_ranks_load_what_the_first_one_sees(make_ranks: MakeRanks, two: Path) -> None:
+    assert make_ranks("shm", 2).run(cases.load_with_a_late_listing, two) == [2, 2]
+
+
 def test_no_flipped_bit_loads(two: Path, tmp_path: Path) -> None:
     """None of 200 bits, flipped one at a time, loads; each byte of a checkpoint's files is equally likely."""
     only = Path(shutil.copytree(two / "step-00000002", tmp_path / "step-00000002"))

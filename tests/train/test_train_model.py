@@ -82,9 +82,7 @@ def test_a_sampled_text_is_torch_s(temperature: float) -> None:
     texts = set()
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
-        drawn = [
-            int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)) for _ in range(200)
-        ]
+        drawn = [int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)) for _ in range(200)]
         got = generate(
             lambda tokens: DecoderOutput(logits.expand(*tokens.shape, -1), torch.zeros(()), torch.zeros(1, 1)),
             "a", num_bytes=200, seq_len=4, temperature=temperature, seed=seed,
