@@ -149,7 +149,7 @@ def remade(group: Any) -> list[bool]:
     kind, found = type(model.experts), []
     try:
         for child in model.experts.each:
-            child.weight = nn.Parameter(child.weight.detach().clone())
+            child.weight = nn.Parameter(child.weight.detach().to_local().clone())
         model(torch.ones(2, H))
         found = [isinstance(p, Part) for p in model.experts.parameters()]
         return [*found, (kind.__module__, kind.__name__) == (Listed.__module__, "Listed")]
