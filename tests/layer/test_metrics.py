@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +35,28 @@ def test_counts_of_a_layer_that_was_made_in_inference_mode() -> None:
     with torch.no_grad():
         layer(inputs_for(0, 4))
     assert layer.metrics.snapshot().forwards == 1
+
+
+TRANSFORMS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "grad": lambda f, x: torch.func.grad(f)(x),
+    "vjp": torch.func.vjp,
+    "vmap": lambda f, x: torch.vmap(f)(x.unsqueeze(0)),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_tensors_of_a_transform_are_not_counted(transform: str) -> None:
+    layer = MoELayer(config())
+    counts = torch.ones(layer.config.num_experts)
+
+    def add(x: torch.Tensor) -> torch.Tensor:
+        layer.metrics.add((x > 0).long())
+        return x.sum()
+
+    TRANSFORMS[transform](add, counts)
+    assert layer.metrics.snapshot().forwards == 0
+    layer.metrics.add(counts.long())
+    assert layer.metrics.snapshot().tokens_per_expert == [1] * layer.config.num_experts
 
 
 @pytest.mark.parametrize("late", [0, 1])

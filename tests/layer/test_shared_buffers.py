@@ -20,7 +20,8 @@ from moe_rt import Buffer, MoEConfig, MoELayer, ThreadGroup
 from moe_rt.buffer import pool
 from moe_rt.buffer.pool import GrowingBuffer, GrowingOptions
 from moe_rt.config.options import BufferOptions
-from moe_rt.errors import ConfigMismatch, TooManyTokens
+from moe_rt.config.placement import Placement
+from moe_rt.errors import ConfigMismatch, InvalidConfig, TooManyTokens
 
 MakeRanks = Callable[[str, int], Ranks]
 
@@ -293,3 +294,40 @@ def test_either_half_of_a_graph_keeps_the_buffer(half: str) -> None:
     run(torch.ones(65, 8, requires_grad=True))
     gc.collect()
     out.sum().backward()
+
+
+DIFFERENT: dict[str, Any] = {
+    "num_max_tokens_per_rank": 5,
+    "hidden": 16,
+    "num_topk": 1,
+    "num_experts": 6,
+    "dtype": torch.bfloat16,
+    "placement": Placement.from_ranks([1, 0, 0, 1]),
+    "layout": "tokens",
+    "sums": "ranked",
+}
+
+
+@pytest.mark.parametrize("name", ["", *DIFFERENT])
+def test_a_buffer_for_one_forward_fits_in_everything(name: str) -> None:
+    """It is refused if one field differs; else its forward is counted as any other."""
+
+    def case(group: Any) -> int:
+        sizes: Any = dict(hidden=8, num_experts=4, num_topk=2, num_max_tokens_per_rank=4)
+        layer = MoELayer(MoEConfig(**sizes, intermediate=8, sums="invariant"), group)
+        options = {**sizes, "dtype": torch.float32, "sums": "invariant"} | ({name: DIFFERENT[name]} if name else {})
+        if name == "layout":
+            options["sums"] = "ranked"
+        try:
+            with Buffer(group, **options) as other:
+                layer(torch.ones(3, 8), buffer=other)
+        finally:
+            layer.buffer.close()
+        return layer.metrics.snapshot().forwards
+
+    for outcome in ThreadRanks(2).outcomes(case):
+        if name:
+            with pytest.raises(InvalidConfig, match=rf"buffer\.{name}: got .*, expected .* as in the layer"):
+                raise outcome
+        else:
+            assert outcome == 1

@@ -206,18 +206,23 @@ def clipped(group: Any, kind: str) -> tuple[float, float]:
 
 
 def clipped_by_hand(group: Any) -> list[float]:
-    """Clip a sharded gradient [4, 4] and a partial one whose sum is [3, 3]; return the norm and both gradients."""
-    mesh = init_device_mesh("cpu", (2,))
+    """Clip a sharded gradient [4, 4], one over a second mesh [5, 5] and a partial one whose sum is [3, 3]; return the
+    norm and the gradients.
+    """
+    mesh, other_mesh = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (1, 2))
     sharded = nn.Parameter(DTensor.from_local(torch.zeros(1), mesh, [Shard(0)]))
     sharded.grad = DTensor.from_local(torch.full((1,), 4.0), mesh, [Shard(0)])
+    elsewhere = nn.Parameter(DTensor.from_local(torch.zeros(1), other_mesh, [Shard(0)] * 2))
+    elsewhere.grad = DTensor.from_local(torch.full((1,), 5.0), other_mesh, [Shard(0)] * 2)
     replicated = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, [Replicate()]))
     replicated.grad = DTensor.from_local(torch.full((2,), 1.5), mesh, [Partial()])
     frozen, unused = nn.Parameter(torch.ones(1), requires_grad=False), nn.Parameter(torch.ones(1))
     model = nn.Module()
-    for name, p in dict(sharded=sharded, replicated=replicated, frozen=frozen, unused=unused).items():
+    parameters = dict(sharded=sharded, replicated=replicated, elsewhere=elsewhere, frozen=frozen, unused=unused)
+    for name, p in parameters.items():
         model.register_parameter(name, p)
     norm = clip_grad_norm_(model, 1.0).item()
-    return [norm, *sharded.grad.full_tensor().tolist(), *replicated.grad.full_tensor().tolist()]
+    return [norm, *(x for p in (sharded, replicated, elsewhere) for x in p.grad.full_tensor().tolist())]
 
 
 def clipped_without(group: Any, what: str) -> float:

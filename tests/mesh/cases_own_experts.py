@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from moe_rt import Buffer, MoEConfig, MoELayer
-from moe_rt.parallel import own_experts, prepare, whole_state_dict
+from moe_rt.nn.part import Part
+from moe_rt.parallel import expert_parameters, own_experts, prepare, whole_state_dict
 
 H, E, TOKENS = 16, 4, 48
 
@@ -139,6 +140,23 @@ def saved_on_one(group: Any, kind: type[nn.Module], whole: bool) -> tuple[list[f
         other.module.close()
 
 
+def remade(group: Any) -> list[bool]:
+    """Replace parameters of a user's experts, one of which is frozen, and freeze another before they are marked."""
+    model = Model(group, Listed, marked=False)
+    [buffer] = model.buffers_of_rows
+    model.experts.each[0].bias.requires_grad_(False)
+    own_experts(model.experts, buffer)
+    kind, found = type(model.experts), []
+    try:
+        for child in model.experts.each:
+            child.weight = nn.Parameter(child.weight.detach().to_local().clone())
+        model(torch.ones(2, H))
+        found = [isinstance(p, Part) for p in model.experts.parameters()]
+        return [*found, (kind.__module__, kind.__name__) == (Listed.__module__, "Listed")]
+    finally:
+        model.close()
+
+
 def copied(group: Any) -> tuple[list[float], list[float]]:
     model = prepare(Model(group, Listed))
     again = copy.deepcopy(model)
@@ -174,9 +192,10 @@ def adapted(group: Any, layout: str, late: bool = False) -> list[float]:
     model: Any = peft.get_peft_model(base, lora)
     _draw_adapters(model, layer.expert_ids)
     try:
-        if world > 1:
-            model = DistributedDataParallel(model if late else prepare(model))
-        return steps(model, rank, world)
+        if world > 1 and not late:
+            prepare(model)
+            assert all(isinstance(p, Part) for p in expert_parameters(model)), "before a wrapper or optimizer sees them"
+        return steps(model if world == 1 else DistributedDataParallel(model), rank, world)
     finally:
         layer.buffer.close()
 

@@ -141,6 +141,19 @@ def fsdp_steps(group: Any, ep: int, how: dict[str, Any]) -> Any:
         close(model)
 
 
+def in_pairs(group: Any) -> list[list[Tensor]]:
+    """Return the gradients of a pair's experts before and after `prepare` with that pair of a larger world."""
+    pair = place(group, 2)
+    model, grads = decoder(pair), []
+    for change in (lambda: None, lambda: prepare(model, pair)):
+        change()
+        backward(model, parts(0, pair.rank(), 2, 1))
+        grads.append([p.grad.to_local().clone() for layer in moe_layers(model) for p in layer.experts.parameters()])
+        model.zero_grad()
+    close(model)
+    return grads
+
+
 def averages(group: Any, over: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return an exponential moving average of weights, by torch and by hand."""
     model = ddp(decoder(group))

@@ -10,6 +10,7 @@ from mesh import cases_mesh as cases
 from support.ranks import Ranks, ThreadRanks
 from torch import nn
 
+from moe_rt import MoELayer
 from moe_rt.errors import InvalidConfig
 from moe_rt.parallel import clip_grad_norm_
 
@@ -35,9 +36,9 @@ def test_a_rank_without_gradients(make_ranks: MakeRanks) -> None:
 
 
 def test_any_mixture_of_tensors(make_ranks: MakeRanks) -> None:
-    expected = (2 * 4**2 + 2 * 3**2) ** 0.5
+    expected = (2 * 4**2 + 2 * 3**2 + 2 * 5**2) ** 0.5
     for got in make_ranks("shm", 2).run(cases.clipped_by_hand):
-        assert got == pytest.approx([expected, *(x / expected for x in (4, 4, 3, 3))], rel=1e-6)
+        assert got == pytest.approx([expected, *(x / expected for x in (4, 4, 3, 3, 5, 5))], rel=1e-6)
 
 
 def test_threads_are_refused() -> None:
@@ -67,7 +68,11 @@ def test_gradients_are_scaled_as_torch_scales_them(norm: float, max_norm: float)
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=0.0)
 
 
-def test_a_norm_of_bf16_gradients_is_not_rounded() -> None:
-    model = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
-    model.weight.grad = torch.randn(64, 64).bfloat16()
-    assert float(clip_grad_norm_(model, 1e9)) == pytest.approx(float(model.weight.grad.double().norm()), rel=1e-12)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_is_not_rounded(dtype: torch.dtype) -> None:
+    model = nn.ModuleList([nn.Linear(64, 64), MoELayer(cases.moe_config())]).to(dtype)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape).to(dtype)
+    expected = torch.cat([p.grad.double().flatten() for p in model.parameters()]).norm()
+    assert float(clip_grad_norm_(model, 1e9)) == pytest.approx(float(expected), rel=1e-12)
+    cases.close(model)

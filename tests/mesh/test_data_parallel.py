@@ -71,6 +71,12 @@ def test_fsdp_trains_as_one_process(make_ranks: MakeRanks, ep: int, how: dict[st
     check(make_ranks("shm", 4).run(cases.fsdp_steps, ep, how), how)
 
 
+def test_means_are_of_the_group_that_is_given(make_ranks: MakeRanks) -> None:
+    for sums, means in make_ranks("shm", 4).run(cases.in_pairs):
+        assert all(t.any() for t in sums)
+        torch.testing.assert_close(means, [t / 2 for t in sums], rtol=1e-6, atol=0.0)
+
+
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp1", "fsdp2", "dp"])
 def test_wrappers_refuse_what_is_not_prepared(make_ranks: MakeRanks, wrapper: str) -> None:
     for outcome in make_ranks("shm", 2).outcomes(refusals.refused, wrapper, ""):

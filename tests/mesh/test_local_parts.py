@@ -14,6 +14,7 @@ from support.ranks import ThreadRanks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from moe_rt import MoEConfig, MoELayer
 from moe_rt.errors import InvalidConfig
 from moe_rt.nn import spread
 from moe_rt.nn.part import Part, Whole
@@ -172,3 +173,29 @@ def test_a_marked_parameter_is_as_before(requires_grad: bool, has_grad: bool, he
         assert isinstance(marked.grad, Part)
         assert torch.equal(marked.grad.to_local(), grad)
     del reference
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "intermediate", "dims"),
+    [(4, 8, {0}), (3, 8, {1}), (3, 7, {0, 1})],
+    ids=["whole experts", "equal slices", "rows that do not divide"],
+)
+def test_experts_are_sharded_with_the_options_that_were_given(
+    monkeypatch: pytest.MonkeyPatch, num_experts: int, intermediate: int, dims: set[int]
+) -> None:
+    """Whole experts go to ranks if they divide evenly; else equal slices of each, except of what does not divide."""
+    calls: list[tuple[Any, dict[str, Any]]] = []
+    monkeypatch.setattr(wrapping, "fully_shard", lambda experts, **options: calls.append((experts, options)))
+    config = MoEConfig(
+        hidden=8, intermediate=intermediate, num_experts=num_experts, num_topk=1, num_max_tokens_per_rank=1,
+        weight_layout="split",
+    )  # fmt: skip
+    layer, mesh = MoELayer(config), SimpleNamespace(size=lambda: 2)
+    wrapping.shard_experts(nn.Sequential(layer), mesh, mp_policy="a policy", reshard_after_forward=False)  # type: ignore[arg-type]
+    ((experts, options),) = calls
+    place = options.pop("shard_placement_fn")
+    assert experts is layer.experts
+    assert options == {"mesh": mesh, "mp_policy": "a policy", "reshard_after_forward": False}
+    placed = {p: place(p).dim for p in layer.experts.parameters()}
+    assert set(placed.values()) == dims
+    assert all(dim == 0 or p.shape[1] % 2 == 0 for p, dim in placed.items())

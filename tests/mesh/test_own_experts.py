@@ -30,8 +30,9 @@ def test_own_experts_that_nobody_named_are_refused(make_ranks: MakeRanks, how: s
 
 @pytest.mark.parametrize("how", ["layer", "experts"])
 def test_experts_that_name_themselves_are_refused(make_ranks: MakeRanks, how: str) -> None:
+    kind = "MoELayer" if how == "layer" else "Experts"
     for outcome in make_ranks("shm", 2).outcomes(cases.refused, how):
-        with pytest.raises(InvalidConfig, match=r"own_experts: got (MoELayer|Experts) in the module"):
+        with pytest.raises(InvalidConfig, match=f"own_experts: got {kind} in the module"):
             raise outcome
 
 
@@ -51,6 +52,10 @@ def test_another_rank_s_file_is_refused(make_ranks: MakeRanks, kind: Any) -> Non
     other = make_ranks("shm", 2).outcomes(cases.saved_on_one, kind, False)[1]
     with pytest.raises(InvalidConfig, match=r"got experts \[0, 1\], expected this rank's, \[2, 3\]"):
         raise other
+
+
+def test_experts_that_are_frozen_or_replaced_are_parts_in_the_forward(make_ranks: MakeRanks) -> None:
+    assert make_ranks("shm", 2).run(cases.remade) == [[True] * 5] * 2
 
 
 def test_a_copy_knows_its_experts(make_ranks: MakeRanks) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -63,6 +64,22 @@ def of_rank_0(group: Any, path: str, saver: str, over: str) -> bool:
 
 def local_view(p: Any) -> torch.Tensor:
     return p.detach().to_local() if hasattr(p, "to_local") else p.detach()
+
+
+def whole_states_of_a_loaded_optimizer(group: Any) -> bool:
+    """States that were loaded from this rank's own file are whole before the next step marks them."""
+    with net(group) as model:
+        optimizer, other = (torch.optim.AdamW(model.parameters()) for _ in range(2))
+        backward(model, group)
+        optimizer.step()
+        file = io.BytesIO()
+        torch.save(optimizer.state_dict(), file)
+        file.seek(0)
+        other.load_state_dict(torch.load(file))
+        got, expected = (whole_state_dict(each)["state"] for each in (other, optimizer))
+        return got.keys() == expected.keys() and all(
+            torch.equal(value, got[at][name]) for at, state in expected.items() for name, value in state.items()
+        )
 
 
 def optimizer_of_rank_0(group: Any, path: str, over: str) -> None:

@@ -102,6 +102,10 @@ def test_whole_experts_go_on_with_any_number_of_ranks(make_ranks: MakeRanks, tmp
     assert cases.load_whole(None, path, alone) == pytest.approx(expected, rel=1e-5)
 
 
+def test_states_that_were_loaded_are_gathered(make_ranks: MakeRanks) -> None:
+    assert make_ranks("shm", 2).run(cases.whole_states_of_a_loaded_optimizer) == [True, True]
+
+
 def test_experts_are_gathered_from_their_group_only(make_ranks: MakeRanks) -> None:
     assert make_ranks("shm", 4).run(cases.whole_of_pairs) == [True] * 4
 

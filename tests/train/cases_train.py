@@ -13,7 +13,7 @@ import torch.distributed as dist
 from moe_rt import MoEConfig, MoELayer
 from moe_rt.parallel.clip import clip_grad_norm_
 from moe_rt.train import TrainConfig, checkpoint, data, train
-from moe_rt.train.loop import Trainer, make_optimizer, moe_factory
+from moe_rt.train.loop import Trainer, learning_rate, make_optimizer, moe_factory
 from moe_rt.train.model import Decoder
 from moe_rt.train.parallel import Gradients, Ranks, moe_layers, open_buffers, process_group
 
@@ -62,6 +62,8 @@ def rows_of_steps(group: Any, changes: dict[str, Any]) -> list[tuple[dict[str, A
             trainer, rows = Trainer(config, ranks, data.load(config.data, config.seq_len), model), []
             for step in (1, 2):
                 row = trainer._train_step(step)
+                rates = {group["lr"] for group in trainer.optimizer.param_groups}
+                assert rates == {row["lr"]} == {learning_rate(step, config)}
                 rows.append((row, counts.copy()))
                 counts.clear()
             return rows

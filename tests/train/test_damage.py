@@ -9,14 +9,19 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from support.ranks import ProcessRanks, Ranks
+from torch.distributed.checkpoint.api import CheckpointException
 from train import cases_damage as cases
 from train import cases_train
 
 from moe_rt.errors import CorruptCheckpoint, InvalidConfig, PeerDead
-from moe_rt.train import train
+from moe_rt.train import checkpoint, train
+from moe_rt.train.loop import make_optimizer
+from moe_rt.train.parallel import process_group
 
 MakeRanks = Callable[[str, int], Ranks]
 DATA, INDEX, MANIFEST, SUMS = "__0_0.distcp", ".metadata", "manifest.json", "SHA256SUMS"
@@ -140,6 +145,10 @@ def test_all_ranks_fall_back_alike(make_ranks: MakeRanks, tmp_path: Path, kind: 
         assert "step-00000001: manifest.json: got no such file" in str(outcome)
 
 
+def test_all_ranks_load_what_the_first_one_sees(make_ranks: MakeRanks, two: Path) -> None:
+    assert make_ranks("shm", 2).run(cases.load_with_a_late_listing, two) == [2, 2]
+
+
 def test_no_flipped_bit_loads(two: Path, tmp_path: Path) -> None:
     """None of 200 bits, flipped one at a time, loads; each byte of a checkpoint's files is equally likely."""
     only = Path(shutil.copytree(two / "step-00000002", tmp_path / "step-00000002"))
@@ -228,6 +237,53 @@ def test_a_crash_while_an_old_one_is_removed(copy: Path) -> None:
             cases.save(None, copy, 3)
     assert sorted(path.name for path in copy.iterdir()) == ["step-00000001.old.tmp", "step-00000002", "step-00000003"]
     assert cases.load(None, copy) == 3
+
+
+def test_nothing_is_published_before_it_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power loss leaves no checkpoint whose name is complete and whose files are not."""
+    final, flushed = tmp_path / "step-00000001", []
+    monkeypatch.setattr(checkpoint, "_flush", lambda path: flushed.append((path.name, final.exists())))
+    cases.save(None, tmp_path, 1)
+    assert set(flushed[:-1]) == {(MANIFEST, False), (SUMS, False), ("step-00000001.tmp", False)}
+    assert flushed[-1] == (tmp_path.name, True)
+
+
+def test_damaged_ones_stay_until_training_has_passed_them(tmp_path: Path) -> None:
+    """A link to nowhere in place of a checkpoint is replaced as any other entry."""
+    for step in (1, 2, 3):
+        (tmp_path / f"step-0000000{step}.damaged").mkdir()
+    (tmp_path / "step-00000002").symlink_to("nowhere")
+    cases.save(None, tmp_path, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003.damaged"]
+    assert cases.load(None, tmp_path) == 2
+
+
+def test_the_first_rank_that_failed_is_named() -> None:
+    failures: Any = {2: (OSError(28, "full"), None), 1: (OSError(5, "broken"), None), 3: (OSError(13, "shut"), None)}
+    assert checkpoint._reason(CheckpointException("write", failures)) == 'rank 1 got "broken"'
+
+
+def test_each_field_of_the_model_is_compared(tmp_path: Path) -> None:
+    fields = ("num_layers", "hidden", "num_heads", "intermediate", "num_experts", "num_topk", "tie_embeddings")
+    manifest = {name: getattr(cases.CONFIG, name) for name in fields}
+    model = cases._model()
+    for name in fields:
+        other = {**manifest, name: manifest[name] + 1}
+        with pytest.raises(InvalidConfig, match=rf"^{name}: got {manifest[name]}, expected {other[name]} as in"):
+            checkpoint._load_whole(tmp_path, other, model, make_optimizer(model, cases.CONFIG), cases.CONFIG)
+
+
+def test_random_numbers_and_counts_of_steps_go_on(tmp_path: Path) -> None:
+    torch.manual_seed(7)
+    cases.save(None, tmp_path, 3)
+    expected = torch.rand(4)
+    torch.manual_seed(8)
+    model = cases._model()
+    optimizer = make_optimizer(model, cases.CONFIG)
+    with process_group("cpu", 60.0):
+        checkpoint.load(tmp_path, model, optimizer, cases.CONFIG)
+    assert torch.equal(torch.rand(4), expected)
+    assert [float(moments["step"]) for moments in optimizer.state.values()] == [3.0]
 
 
 def test_a_start_from_nothing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ def test_batch_does_not_depend_on_who_asks() -> None:
     assert torch.equal(torch.cat(parts), whole)
     assert torch.equal(whole[:, 1:], targets[:, :-1])
     assert len({tuple(sequence) for sequence in whole.tolist()}) == 8
-    for seed, step in ((4, 5), (3, 6)):
+    for seed, step in ((4, 5), (3, 6), (5, 3), (2, 6)):
         assert not torch.equal(corpus.train_batch(seed=seed, step=step, indices=range(8), seq_len=SEQ_LEN)[0], whole)
 
 
@@ -42,10 +42,10 @@ def test_a_stream_that_is_a_multiple_of_the_length() -> None:
 
 
 def test_validation_sequences_are_spread_over_all_bytes() -> None:
-    stream = (torch.arange(100 * SEQ_LEN + 1) // SEQ_LEN).to(torch.uint8)
+    stream = (torch.arange(104 * SEQ_LEN + 1) // SEQ_LEN).to(torch.uint8)
     corpus = data.Corpus(train=stream, val=stream)
     [(x, _)] = corpus.val_batches(num_sequences=5, batch_size=5, rows=range(5), seq_len=SEQ_LEN)
-    assert x[:, 0].tolist() == [0, 20, 40, 60, 80]
+    assert x[:, 0].tolist() == [0, 20, 41, 62, 83]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -77,6 +77,26 @@ def test_directory(tmp_path: Path) -> None:
     corpus = data.load(tmp_path, SEQ_LEN)
     assert bytes(corpus.val.tolist()) == b"00" * SEQ_LEN + b"\0" + b"20" * SEQ_LEN
     assert bytes(corpus.train.tolist()) == b"\0".join(b"%02d" % i * SEQ_LEN for i in range(1, 20))
+
+
+def test_names_are_skipped_below_the_directory_only(tmp_path: Path) -> None:
+    root = tmp_path / ".cache" / "tests"
+    for name in ("b/kept", ".git/left", "tests/left", "b/site-packages/left", "b/.left", "a/deep/kept"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(name.encode() * SEQ_LEN)
+    corpus = data.load(root, SEQ_LEN)
+    assert bytes(corpus.val.tolist()) == b"a/deep/kept" * SEQ_LEN
+    assert bytes(corpus.train.tolist()) == b"b/kept" * SEQ_LEN
+
+
+@pytest.mark.parametrize("lengths", [(SEQ_LEN, SEQ_LEN + 1), (SEQ_LEN + 1, SEQ_LEN)])
+def test_a_sequence_needs_one_byte_more_than_its_length(tmp_path: Path, lengths: tuple[int, int]) -> None:
+    for name, length in zip("ab", lengths, strict=True):
+        (tmp_path / name).write_bytes(bytes(length))
+    with pytest.raises(InvalidConfig, match="data: got 16 bytes for training or validation, expected more than 16"):
+        data.load(tmp_path, SEQ_LEN)
+    corpus = data.load(tmp_path, SEQ_LEN - 1)
+    assert len(corpus.train) >= SEQ_LEN <= len(corpus.val)
 
 
 def test_end_of_a_single_file_is_held_out(tmp_path: Path) -> None:

@@ -46,3 +46,12 @@ def test_a_run_goes_on_and_mends_the_file(tmp_path: Path, line: bytes) -> None:
         reporter.training({"step": 2, "loss": 0.5})
     expected = [*ROWS[:2], {"step": 2, "loss": 0.5}]
     assert [json.loads(text) for text in path.read_text().splitlines()] == expected
+
+
+def test_a_run_that_starts_again_keeps_no_row_and_hides_none(tmp_path: Path) -> None:
+    """A run that is resumed without a checkpoint starts from step 0; who follows the file sees each row."""
+    path = written(tmp_path / "metrics.jsonl", b"")
+    with metrics.Reporter(path, first_step=0, steps=3) as reporter:
+        assert metrics.read(path) == []
+        reporter.validation({"step": 0, "val_loss": 4.0, "val_bpb": 6.0})
+        assert metrics.read(path) == [{"step": 0, "val_loss": 4.0, "val_bpb": 6.0}]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.ranks import Ranks
 from train import cases_train as cases
 
 from moe_rt.errors import InvalidConfig
+from moe_rt.lab.testing.ports import free_ports
 from moe_rt.train import parallel
 
 MakeRanks = Callable[[str, int], Ranks]
@@ -53,6 +58,30 @@ def test_what_a_step_reports_is_of_all_ranks(make_ranks: MakeRanks) -> None:
                 assert row[name] == pytest.approx(one[name], rel=1e-4), name
 
 
+@pytest.mark.parametrize("by_torchrun", [False, True])
+def test_a_group_made_here_ends_with_the_block_and_a_given_one_stays(
+    monkeypatch: pytest.MonkeyPatch, by_torchrun: bool
+) -> None:
+    given, make = [], dist.init_process_group
+    if by_torchrun:
+        place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_ports())}
+        for name, value in place.items():
+            monkeypatch.setenv(name, value)
+
+    def noted(*arguments: Any, **options: Any) -> None:
+        given.append(options.get("timeout"))
+        make(*arguments, **options)
+
+    monkeypatch.setattr(dist, "init_process_group", noted)
+    with contextlib.suppress(KeyError), parallel.process_group("cpu", 7.5):
+        with parallel.process_group("cpu", 9.0):
+            pass
+        assert dist.is_initialized()
+        raise KeyError
+    assert not dist.is_initialized()
+    assert given == [timedelta(seconds=7.5)]
+
+
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing GPU is reported with torch's reason."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
@@ -69,8 +98,20 @@ def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"ep": 0}, "ep: got 0"),
         ({"num_experts": 3}, "num_experts: got 3, expected at least one for each of 4"),
         ({"batch_size": 6}, "batch_size: got 6, expected a multiple of the world size 4"),
+        ({"batch_size": 6, "ep": 2}, "batch_size: got 6, expected a multiple of the world size 4"),
     ],
 )
 def test_world_that_does_not_fit(changes: dict[str, int], message: str) -> None:
     with pytest.raises(InvalidConfig, match=message):
         cases.tiny(**changes).check_world(4)
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_a_world_that_just_fits(ep: int) -> None:
+    assert cases.tiny(ep=ep, num_experts=ep, num_topk=1, batch_size=4).check_world(4) == ep
+
+
+def test_ranks_share_a_batch_in_contiguous_parts() -> None:
+    group: Any = None
+    parts = [parallel.Ranks(rank, 4, group, group).share(12) for rank in range(4)]
+    assert parts == [range(0, 3), range(3, 6), range(6, 9), range(9, 12)]

@@ -22,6 +22,7 @@ from support.forked_python import commands, run_python
 from torch import Tensor, nn
 from train import cases_train as cases
 
+from moe_rt import MoELayer
 from moe_rt.errors import InvalidConfig, MoeRtError
 from moe_rt.lab.testing.ports import free_ports
 from moe_rt.parallel.clip import clip_grad_norm_
@@ -120,7 +121,7 @@ def test_ranks_that_cannot_be_grouped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden": 30, "num_heads": 4}, "InvalidConfig: hidden: got 30, expected a multiple of 2 * num_heads = 8"),
+        ({"hidden": 36, "num_heads": 4}, "InvalidConfig: hidden: got 36, expected a multiple of 2 * num_heads = 8"),
         ({"num_topk": 7}, "InvalidConfig: num_topk: got 7, expected at most num_experts = 6"),
         ({"steps": 0}, "InvalidConfig: steps: got 0, expected at least 1"),
         ({"lr": -1.0}, "InvalidConfig: lr: got -1.0, expected above 0"),
@@ -180,6 +181,27 @@ def test_options_of_the_mixtures_arrive(monkeypatch: pytest.MonkeyPatch, dtype: 
     assert (config.dispatch_dtype, config.combine_dtype) == (torch.int8, torch.int8)
     assert config.dtype is (torch.bfloat16 if dtype == "bf16" else torch.float32)
     assert (config.num_max_tokens_per_rank, group) == (10, "its group")
+
+
+@pytest.mark.parametrize(("dtype", "computed"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_a_model_computes_in_the_type_that_was_asked_for(dtype: str, computed: torch.dtype) -> None:
+    trainer: Any = object.__new__(loop.Trainer)
+    trainer.config, trainer.model = cases.tiny(dtype=dtype), lambda x: (x @ x).dtype
+    assert trainer._forward(torch.ones(2, 2)) is computed
+
+
+def test_a_title_counts_all_experts_and_those_of_a_token() -> None:
+    """It does so on every rank, which holds some of the experts."""
+    trainer: Any = object.__new__(loop.Trainer)
+    trainer.config = cases.tiny(hidden=128, intermediate=256, num_layers=3, num_experts=6, num_topk=2)
+    layers = [object.__new__(MoELayer) for _ in range(3)]
+    for layer in layers:
+        nn.Module.__init__(layer)
+        layer.experts = nn.Linear(128, 600, bias=False)
+    trainer.model = nn.Sequential(nn.Linear(400, 300, bias=False), *layers)
+    expert = 3 * 128 * 256
+    total, active = (f"{(400 * 300 + 3 * n * expert) / 1e6:.2f}" for n in (6, 2))
+    assert trainer._title() == f"{total} M parameters, {active} M active: 3 layers, 6 experts, top-2"
 
 
 @pytest.mark.parametrize(
@@ -249,6 +271,20 @@ def test_ranks_of_a_run_wait_as_long_as_asked(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(Stop) as raised:
         train(cases.tiny(timeout_s=7.5))
     assert raised.value.args == ("cpu", 7.5)
+
+
+def test_weights_are_drawn_from_the_seed_when_all_ranks_have_their_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[Any] = []
+
+    def stop(*given: Any) -> None:
+        raise Stop(torch.initial_seed())
+
+    monkeypatch.setattr(loop.data, "load", lambda *given: order.append("data"))
+    monkeypatch.setattr(loop.dist, "barrier", lambda: order.append("barrier"))
+    monkeypatch.setattr(loop, "Decoder", stop)
+    with pytest.raises(Stop) as raised:
+        train(cases.tiny(seed=5))
+    assert (order, raised.value.args) == (["data", "barrier"], (5,))
 
 
 @pytest.mark.parametrize("part", ["metrics.jsonl", "checkpoints"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 from train import cases_train as cases
@@ -40,15 +41,15 @@ def test_what_attends_to_what_depends_on_the_distance() -> None:
 
 
 def test_only_matrices_decay() -> None:
-    config = cases.tiny(weight_decay=0.1)
+    config = cases.tiny(weight_decay=0.25)
     model = decoder(config)
     decay = {
         id(p): group["weight_decay"] for group in make_optimizer(model, config).param_groups for p in group["params"]
     }
     assert {name: decay[id(p)] for name, p in model.named_parameters()} == {
-        name: 0.1 if p.dim() > 1 else 0.0 for name, p in model.named_parameters()
+        name: 0.25 if p.dim() > 1 else 0.0 for name, p in model.named_parameters()
     }
-    assert {0.0, 0.1} == set(decay.values())
+    assert {0.0, 0.25} == set(decay.values())
 
 
 def test_state_of_the_optimizer_is_where_its_parameter_is() -> None:
@@ -70,3 +71,36 @@ def test_a_text_is_gone_on_with_from_its_end() -> None:
 
     assert generate(count_up, "ab", num_bytes=5, seq_len=4, temperature=0.0, seed=0) == "abcdefg"
     assert lengths == [2, 3, 4, 4, 4]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_a_sampled_text_is_torch_s(temperature: float) -> None:
+    """Bytes are drawn by the seed from the model's distribution; what a terminal cannot print is replaced."""
+    logits = torch.full((256,), -20.0)
+    letters = list(b"abcdef\n\t\a")
+    logits[letters] = torch.arange(len(letters)) / 4
+    texts = set()
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        drawn = [int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)) for _ in range(200)]
+        got = generate(
+            lambda tokens: DecoderOutput(logits.expand(*tokens.shape, -1), torch.zeros(()), torch.zeros(1, 1)),
+            "a", num_bytes=200, seq_len=4, temperature=temperature, seed=seed,
+        )  # fmt: skip
+        assert got == "a" + bytes(drawn).decode().replace("\a", "\N{REPLACEMENT CHARACTER}")
+        texts.add(got)
+    assert len(texts) == 3
+    assert all(set("\n\t\N{REPLACEMENT CHARACTER}") <= set(text) for text in texts)
+
+
+def test_a_tied_head_is_the_embedding_and_losses_of_layers_add_up() -> None:
+    config = cases.tiny(tie_embeddings=True, num_layers=3)
+    model, losses = decoder(config), []
+    assert model.head.weight is model.embedding.weight
+    assert decoder(cases.tiny()).head.weight is not model.embedding.weight
+    for module in model.modules():
+        if isinstance(module, DenseMoE):
+            module.register_forward_hook(lambda _, given, out: losses.append(out[1].loss))
+    out = model(torch.zeros(2, config.seq_len, dtype=torch.int64))
+    assert len(losses) == 3
+    torch.testing.assert_close(out.aux_loss, sum(losses), rtol=1e-6, atol=0.0)
