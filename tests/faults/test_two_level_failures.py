@@ -122,7 +122,7 @@ def test_what_a_rank_tells_itself_may_be_ahead(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize("route", ["flat", "two_level"])
-def test_whoever_finds_a_failure_passes_it_on(route: str) -> None:
+def test_a_rank_that_finds_a_failure_passes_it_on(route: str) -> None:
     """The rank that found a failure poisoned only rank 0 and died; rank 0 forwards the poison to the others."""
     groups = ThreadGroup.make(4, nodes=NODES)
     waiting = threading.Barrier(4)

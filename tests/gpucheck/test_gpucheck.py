@@ -328,7 +328,7 @@ def test_step_in_a_process_of_its_own() -> None:
     assert len(record["tables"][0]["rows"]) == 34
 
 
-def test_findings_of_a_step_outlive_whoever_started_it(tmp_path: Path) -> None:
+def test_findings_of_a_step_outlive_their_starter(tmp_path: Path) -> None:
     """Rows that a step has found are in the report's directory before the step ends."""
     start = (
         "from pathlib import Path; from moe_rt.lab.check import child; "

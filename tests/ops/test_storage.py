@@ -30,7 +30,7 @@ SHAPE = (300, 2048)  # over 1 MiB in bf16
     ],
     ids=["tensor", "view", "alias", "numpy", "dlpack", "storage", "parameter"],
 )
-def test_whoever_refers_to_a_tensor_keeps_its_block(keep: Callable[[Tensor], object]) -> None:
+def test_a_reference_to_a_tensor_keeps_its_block(keep: Callable[[Tensor], object]) -> None:
     memory = Recycler()
     first = memory.empty(*SHAPE, torch.bfloat16)
     address = first.data_ptr()
@@ -71,7 +71,7 @@ def test_what_another_process_may_read_is_not_used_again() -> None:
 
 
 @pytest.mark.parametrize("part", [0.0, 0.5, 1.0], ids=["nothing", "half", "all"])
-def test_whoever_saves_memory_resizes_a_storage(part: float) -> None:
+def test_saving_memory_resizes_a_storage(part: float) -> None:
     """A storage may be resized to nothing and back, as any tensor's; later outputs have all their pages again."""
     memory = Recycler()
     kept = memory.empty(*SHAPE, torch.bfloat16).fill_(3)

@@ -55,6 +55,6 @@ def test_over_a_mesh(make_ranks: MakeRanks, what: str) -> None:
             raise outcome
 
 
-def test_whoever_only_looks_is_let(make_ranks: MakeRanks) -> None:
+def test_wrappers_that_only_look_are_let(make_ranks: MakeRanks) -> None:
     one, other = make_ranks("shm", 2).run(cases.looked_at)
     assert one == other

@@ -47,7 +47,7 @@ class Limits:
 
 _RAW = {
     "dispatch_send": Limits((16, 4), narrow=None, system_fences=1, barriers=12, device_fences=1),
-    "dispatch_receive": Limits((16, 4), narrow=None, system_fences=None, barriers=12),
+    "dispatch_receive": Limits((16, 4), narrow=None, system_fences=None, barriers=13),
     "combine_send": Limits((16, 8), narrow=0, system_fences=1, barriers=5, device_fences=1),
     "combine_receive": Limits((16, 8), narrow=0, system_fences=None, barriers=4),
     "combine_backward_send": Limits((16, 4), narrow=0, system_fences=1, barriers=5, device_fences=1),
@@ -60,7 +60,7 @@ _RAW = {
 }
 _CODED = _RAW | {
     "dispatch_send": Limits((16, 8), narrow=None, system_fences=1, barriers=12, device_fences=1),
-    "dispatch_receive": Limits((16, 8), narrow=None, system_fences=None, barriers=12),
+    "dispatch_receive": Limits((16, 8), narrow=None, system_fences=None, barriers=13),
     "dispatch_whole": Limits((16, 8), narrow=None, system_fences=None, barriers=21),
 }
 
