@@ -53,7 +53,7 @@ def scanned(ptx: str) -> list[list[int]]:
 
 
 def test_prefix_sums(ptx: str) -> None:
-    """Each entry becomes the sum of those before it, for fewer and for more entries than lanes."""
+    """Each entry becomes the sum of the entries before it, for fewer and for more entries than lanes."""
     expected = []
     for n in SIZES:
         values = torch.randint(100, (n + 1,), dtype=torch.int32, generator=torch.Generator().manual_seed(n))[:n]
