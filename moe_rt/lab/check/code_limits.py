@@ -52,7 +52,7 @@ _RAW = {
     "combine_receive": Limits((16, 8), narrow=0, system_fences=None, barriers=4),
     "combine_backward_send": Limits((16, 4), narrow=0, system_fences=1, barriers=5, device_fences=1),
     "combine_backward_receive": Limits((16, 5), narrow=1, system_fences=None, barriers=4),
-    "dispatch_whole": Limits((16, 4), narrow=None, system_fences=None, barriers=21),
+    "dispatch_whole": Limits((16, 4), narrow=None, system_fences=None, barriers=22),
     "combine_whole": Limits((16, 8), narrow=0, system_fences=None, barriers=6),
     "dispatch_forward": Limits((16, 4), narrow=None, system_fences=None, barriers=6, device_fences=1),
     "combine_forward": Limits((16, 8), narrow=None, system_fences=None, barriers=6, device_fences=1),
@@ -61,7 +61,7 @@ _RAW = {
 _CODED = _RAW | {
     "dispatch_send": Limits((16, 8), narrow=None, system_fences=1, barriers=12, device_fences=1),
     "dispatch_receive": Limits((16, 8), narrow=None, system_fences=None, barriers=13),
-    "dispatch_whole": Limits((16, 8), narrow=None, system_fences=None, barriers=21),
+    "dispatch_whole": Limits((16, 8), narrow=None, system_fences=None, barriers=22),
 }
 
 
