@@ -225,8 +225,8 @@ def run(mutants: list[Mutant], root: Path, minutes: float) -> dict[str, str]:
                 results[mutant.name], output = judge(tree, mutant)
                 seconds = time.monotonic() - start
                 failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
-                told = failed[0][:150] if failed else mutant.says
-                print(f"{seconds:5.0f} s  {mutant.name}: {results[mutant.name]}  {told}", flush=True)
+                shown = failed[0][:150] if failed else mutant.says
+                print(f"{seconds:5.0f} s  {mutant.name}: {results[mutant.name]}  {shown}", flush=True)
                 if results[mutant.name] not in (KILLED, SURVIVED):
                     print("\n".join(output.splitlines()[-20:]))
     return results

@@ -247,6 +247,31 @@ def test_corrupt_lists(word: int, bound: int) -> None:
     assert kinds(errors) <= {CorruptPeer, GroupPoisoned, type(None)}, errors
 
 
+@pytest.mark.parametrize("lanes", [1, 64], ids=["each lane a source", "lanes share a source"])
+def test_counts_that_are_wrong_but_add_up(lanes: int) -> None:
+    """A negative count is noticed although another one makes up for it, before rows are placed by it."""
+
+    def act(buffer: Buffer, mine: Any) -> None:
+        launch, engine = buffer._engine._launcher.launch, buffer._engine
+        mine[1] = torch.tensor([1, 2, 3]).expand_as(mine[1]).contiguous()  # no token of expert 0, which might be missed
+        counts = torch.bincount(mine[1].flatten(), minlength=9).int()
+
+        def scribble(launches: Any, stream: int) -> None:
+            words = engine._segments.mappings[0].view(torch.int32)
+            for one in launches:
+                launch([one], stream)
+                if one[0] == "dispatch_send":
+                    (places,) = (words.unfold(0, 9, 1) == counts).all(1).nonzero(as_tuple=True)
+                    for at in places.tolist():
+                        words[at], words[at + 1] = -1, counts[0] + counts[1] + 1
+
+        engine._launcher.launch = scribble
+        pair(buffer, mine)
+
+    gpu = EmulatedGpu(threads=lanes)
+    assert kinds(outcomes(act, 1, gpu, num_max_tokens_per_rank=129)) == {CorruptPeer}
+
+
 def test_two_threads() -> None:
     def act(buffer: Buffer, mine: Any) -> None:
         entered, tried = threading.Event(), threading.Event()

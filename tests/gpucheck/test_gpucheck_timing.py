@@ -12,6 +12,7 @@ import pytest
 import torch
 from gpucheck.fake_cuda_timing import SmallFlush, TimedGpu, device_event, stand_in
 
+from moe_rt.group import thread_ranks
 from moe_rt.lab.check import graphs, layers, loads, measuring, timing
 from moe_rt.lab.check.layers import LayerSizes
 from moe_rt.lab.check.measuring import RANGE, Load, host_waits, kernels
@@ -169,6 +170,16 @@ def test_copies_wait_for_their_stream_only(monkeypatch: pytest.MonkeyPatch) -> N
     on_gpu = SimpleNamespace(is_cuda=True, device="cuda:0", detach=lambda: on_gpu, cpu=lambda: seen.append("copy"))
     rounds.read(on_gpu)  # type: ignore[arg-type]
     assert seen == ["stream", "copy"]
+
+
+def test_a_rank_runs_its_backward_on_its_own_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch has one thread for all backwards of a device, where a rank's could wait for another rank's."""
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, contextlib.nullcontext)
+    stream = SimpleNamespace(synchronize=lambda: None)
+    with thread_ranks._on_stream("cpu", stream, reserve_bytes=0):
+        assert not torch.autograd.is_multithreading_enabled()
+    assert torch.autograd.is_multithreading_enabled()
 
 
 def test_virtual_ranks_copy_in_one_place() -> None:

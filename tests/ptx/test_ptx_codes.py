@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from device.jit_tools import require_compiler
 from ptx.gpu import PtxGpu
-from ptx.modules import ARCH, image_of
+from ptx.modules import ARCH, image_of, sources_with
 from ptx.own_process import isolated
 from support.cpp_programs import compile_program
 from torch import Tensor
 
 from moe_rt.engine.gpu.driver import CudaModule
-from moe_rt.engine.gpu.jit import compile_ptx, source_dir
+from moe_rt.engine.gpu.jit import compile_ptx
 
 HERE = Path(__file__).parent
 LANES = 256
 
 
 @pytest.fixture(scope="module")
-def ptx(tmp_path_factory: pytest.TempPathFactory) -> str:
+def ptx() -> str:
     require_compiler()
-    root = tmp_path_factory.mktemp("sources") / "cuda"
-    shutil.copytree(source_dir(), root)
-    shutil.copy(HERE / "codes.cu", root / "gpu")
-    return compile_ptx("codes.cu", ARCH, {}, root=root)
+    with sources_with({"codes.cu": (HERE / "codes.cu").read_text()}) as root:
+        return compile_ptx("codes.cu", ARCH, {}, root=root)
 
 
 def floats(fp8: bool) -> Tensor:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from device.jit_tools import require_compiler
 from ptx.gpu import PtxGpu
-from ptx.modules import ARCH, image_of
+from ptx.modules import ARCH, image_of, sources_with
 from ptx.own_process import isolated
 from torch import Tensor
 
 from moe_rt.engine.gpu.driver import CudaModule
-from moe_rt.engine.gpu.jit import compile_ptx, source_dir
+from moe_rt.engine.gpu.jit import compile_ptx
 
 HERE = Path(__file__).parent
 LANES, BOUND = 128, 40  # kBound in lanes.cu
@@ -23,12 +22,10 @@ SIZES = (0, 1, 2, 31, 32, 33, 96, 127, 128, 129, 256, 257, 1000)
 
 
 @pytest.fixture(scope="module")
-def ptx(tmp_path_factory: pytest.TempPathFactory) -> str:
+def ptx() -> str:
     require_compiler()
-    root = tmp_path_factory.mktemp("sources") / "cuda"
-    shutil.copytree(source_dir(), root)
-    shutil.copy(HERE / "lanes.cu", root / "gpu")
-    return compile_ptx("lanes.cu", ARCH, {"MOE_RT_THREADS": LANES}, root=root)
+    with sources_with({"lanes.cu": (HERE / "lanes.cu").read_text()}) as root:
+        return compile_ptx("lanes.cu", ARCH, {"MOE_RT_THREADS": LANES}, root=root)
 
 
 def run(ptx: str, name: str, arrays: list[Tensor], *numbers: int) -> list[Tensor]:
