@@ -5,6 +5,7 @@ tests/layer/test_equal_layers.py has whole layers.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from conformance.cases_equal_bits import KINDS, E, K, in_one_process, make_batch, one_rank, rows_of_experts, splits
 from conftest import HEAPS
+from support.combinations import each_value
 from support.emulated_gpu import EmulatedGpu
 from support.ranks import Ranks, ThreadRanks
 from support.rounds import full_round, rounds_in_a_row
@@ -44,9 +46,8 @@ def check_all(name: str, got: list[torch.Tensor], expected: Sequence[torch.Tenso
         check_bits(f"{part} of {name}", g, e)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows", ROWS)
 class TestAnyNumberOfRanks:
+    @pytest.mark.parametrize(("rows", "kind"), itertools.product(ROWS, KINDS))
     def test_equal_bits(self, rows: str, kind: str) -> None:
         dtype, there, home = ROWS[rows]
         batch = make_batch(TOKENS, 136, dtype, kind)
@@ -60,6 +61,7 @@ class TestAnyNumberOfRanks:
             threads = 3 if size == 3 else 1
             check_all(f"{size} ranks", joined(ThreadRanks(size), batch, num_threads=threads, **options), alone)
 
+    @pytest.mark.parametrize(("rows", "kind"), each_value(ROWS, KINDS))
     def test_equal_bits_on_other_paths(self, rows: str, kind: str) -> None:
         """Nodes, scattered experts, padding, and an emulated GPU change no bit."""
         dtype, there, home = ROWS[rows]

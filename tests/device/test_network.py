@@ -78,7 +78,7 @@ def test_overflow_is_dropped(gpu: EmulatedGpu) -> None:
 
 
 def test_chain(gpu: EmulatedGpu) -> None:
-    assert ThreadRanks(3, gpu).run(chain, 100) == [100] * 3
+    assert ThreadRanks(3, gpu).run(chain, 40) == [40] * 3
 
 
 def dispatches_in_a_row(group: Any, rounds: int) -> None:
@@ -98,7 +98,7 @@ def dispatches_in_a_row(group: Any, rounds: int) -> None:
 
 
 def test_signals_of_ops_in_a_row(gpu: EmulatedGpu) -> None:
-    ThreadRanks(2, gpu).run(dispatches_in_a_row, 20)
+    ThreadRanks(2, gpu).run(dispatches_in_a_row, 8)
 
 
 def closes_after_its_last_op(group: Any, times: int) -> None:

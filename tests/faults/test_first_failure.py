@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import os
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import pytest
 import torch
 from conftest import CPU_HEAPS
 from faults import cases_first_failure as cases
+from support.combinations import each_value
 from support.forked_python import commands, run_python
 from support.ranks import Ranks
 from support.routing import buffer_kwargs, make_spec
@@ -79,16 +79,9 @@ ENDS = {
     "interrupt": ("GroupPoisoned", "rank 1 failed first: KeyboardInterrupt; the group is over"),
     "exit": ("GroupClosed", "rank 1 closed its buffer (its program ended): it announced op 1"),
 }
-TOGETHER = tuple(zip(STARTED, ENDS, strict=True))  # each once; the other pairs are a sweep
 
 
-@pytest.mark.parametrize(
-    ("started", "how"),
-    [
-        pytest.param(*pair, marks=() if pair in TOGETHER else pytest.mark.sweep)
-        for pair in itertools.product(STARTED, ENDS)
-    ],
-)
+@pytest.mark.parametrize(("started", "how"), each_value(STARTED, ENDS))
 def test_a_program_that_ends(tmp_path: Path, started: str, how: str) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     command = {"as a command": ["-c", SCRIPT], "as a file": ["script.py"], "as a module": ["-m", "script"]}[started]
