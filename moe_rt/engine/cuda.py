@@ -144,8 +144,8 @@ class CudaEngine(Engine):
         return None if self._captured or self._gpu.is_capturing() else self._selector.next(Op.DISPATCH)
 
     def _run(self, op: Op, args: Args, tag: int) -> None:
-        if self._begun is not None:
-            self._refuse_second(op, tag)
+        if self._begun:
+            self._end_before(op, tag)
         try:
             with self._exclusive(op):
                 self.health()
