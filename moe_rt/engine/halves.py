@@ -42,6 +42,7 @@ class Begun:
     tag: int
     used: tuple[Tensor | None, ...]
     outputs: Any
+    launcher: Any = None  # of the channel in which it began on a GPU
     stream: Any = None  # the GPU's stream on which it began
     captured = False
     error: MoeRtError | None = None

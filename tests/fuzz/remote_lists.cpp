@@ -54,7 +54,7 @@ struct Copying final : Network {
   void begin_driving() override {}
   void end_driving() override {}
   void keep(std::shared_ptr<Background>, const char*) override {}
-  void leave(const uint64_t (&)[2]) override {}
+  void leave(const std::vector<uint64_t>&) override {}
 };
 
 // Ranks 1 and 2, which rank 0 reaches over the network, have announced a dispatch; rank 0 has no tokens.
