@@ -80,12 +80,11 @@ class Batch:
         return [*of_dispatch[:3], *(t for outputs in others for t in outputs)]
 
 
-def random_chain(group: Any, num_ops: int, seed: int, **options: Any) -> int:
+def random_chain(group: Any, num_ops: int, seed: int, depth: int, route: str = "auto") -> int:
     """Run whole chains, then the same with all ranks' ops in one random order, and each rank's waits in its own."""
-    rank, depth = rank_of(group), options["depth"]
-    order, pace = random.Random(seed), random.Random(f"{seed} {rank}")
+    order, pace = random.Random(seed), random.Random(f"{seed} {rank_of(group)}")
     size = group.size if isinstance(group.size, int) else group.size()
-    spec = make_spec(size, dtype=torch.bfloat16, **options)
+    spec = make_spec(size, dtype=torch.bfloat16, depth=depth, route=route)
     with Buffer(group, timeout_s=60.0, **buffer_kwargs(spec)) as buffer:
         one_round(buffer, make_inputs(spec, [(5 * r) % 13 for r in range(size)], 7), seed=7)
         expected = []
@@ -124,15 +123,14 @@ def random_chain(group: Any, num_ops: int, seed: int, **options: Any) -> int:
 @pytest.mark.parametrize(("heap", "size", "depth"), [(heap, 3, 2) for heap in HEAPS] + [("threads", 2, 3)])
 def test_chain(make_ranks: MakeRanks, heap: str, size: int, depth: int) -> None:
     num_ops = 400 if heap in CPU_HEAPS else 12  # an emulated launch starts threads
-    assert make_ranks(heap, size).run(random_chain, num_ops, depth, depth=depth) == [depth] * size
+    assert make_ranks(heap, size).run(random_chain, num_ops, depth, depth) == [depth] * size
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("heap", CPU_HEAPS)
 def test_long_chains(make_ranks: MakeRanks, heap: str, seed: int) -> None:
-    depth = 2 + seed % 3
-    make_ranks(heap, 3).run(random_chain, 5000, seed, depth=depth, sums=("ranked", "invariant")[seed % 2])
+    make_ranks(heap, 3).run(random_chain, 5000, seed, 2 + seed % 3)
 
 
 def outcome(call: Callable[[], Any]) -> tuple[str, str]:
@@ -277,6 +275,30 @@ def test_ranks_that_begin_in_another_order(make_ranks: MakeRanks, kinds: str) ->
     found = make_ranks("threads", 2).run(other_order, kinds)
     assert "CallOrderMismatch" in found
     assert set(found) <= {"CallOrderMismatch", "GroupPoisoned", "PeerDead"}
+
+
+_reported = threading.Event()
+
+
+def first_is_awaited(group: ThreadGroup) -> str:
+    """Rank 1 is late for two ops. Return what rank 0 reports."""
+    case = Case(group)
+    if case.rank == 1:
+        assert _reported.wait(60.0)
+    first, second = case.begin(), case.begin(factor=2.0)
+    text = str(case.buffer.report()) if case.rank == 0 else ""
+    _reported.set()
+    case.check(second.wait(), 2.0)
+    case.check(first.wait())
+    ops = case.buffer.report().ranks[case.rank].last_ops
+    assert [(op.seq, op.status) for op in ops] == [(1, "ok"), (2, "ok"), (3, "ok")]
+    case.buffer.close()
+    return text
+
+
+def test_report_names_the_first_op_under_way(make_ranks: MakeRanks) -> None:
+    text = make_ranks("threads", 2).run(first_is_awaited)[0]
+    assert "rank 1 has not announced dispatch #2, for which rank 0 waits" in text
 
 
 def windows_under_way(group: Any) -> None:

@@ -105,11 +105,11 @@ inline look(i) {
             tokens_not_ready = reads && KIND(i) == D && found < DONE(i);
             partials_overwritten = reads && KIND(i) == C && found > DONE(i);
             partials_not_ready = reads && KIND(i) == C && found < DONE(i);
-            assert(!other_op_announced);
             assert(!tokens_overwritten);
             assert(!tokens_not_ready);
             assert(!partials_overwritten);
-            assert(!partials_not_ready)
+            assert(!partials_not_ready);
+            assert(!other_op_announced)
         :: else
         fi
     };
