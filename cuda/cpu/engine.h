@@ -180,8 +180,7 @@ class Engine {
   const World& world() const { return running_->world; }
   const Channel& next_channel() const { return channels_[num_ops_ % channels_.size()]; }
 
-  // What ops of one channel share. One of them is between its halves at a time; it is the next op of its channel that
-  // waits for all peers' reads of its windows (docs/protocol.md, "Depth").
+  // State that the ops of one channel share. At most one of them is between its halves (docs/protocol.md, "Depth").
   struct Channel {
     World world{};
     std::shared_ptr<RemoteNetwork> remote{};  // set if some peer is not mapped: one of the next two

@@ -127,15 +127,10 @@ class Buffer:
             num_sms=num_sms,
             tuning=tuning,
         )
-        sizes: dict[str, Any] = {
-            "num_max_tokens_per_rank": num_max_tokens_per_rank,
-            "hidden": hidden,
-            "num_topk": num_topk,
-            "num_experts": num_experts,
-            "dtype": dtype,
-            "layout": layout,
-            "expert_alignment": expert_alignment,
-        }
+        sizes: dict[str, Any] = dict(
+            num_max_tokens_per_rank=num_max_tokens_per_rank, hidden=hidden, num_topk=num_topk, num_experts=num_experts,
+            dtype=dtype, layout=layout, expert_alignment=expert_alignment,
+        )  # fmt: skip
         rendezvous = rendezvous_of(group)
         self.rank, self.num_ranks = rendezvous.rank, rendezvous.size
         self.process_group = rendezvous.group if isinstance(rendezvous, StoreRendezvous) else None  # None: threads

@@ -207,12 +207,8 @@ def _make_cuda_engine(
         seen = all_gather_records(rendezvous, own, init_timeout_s, "use its GPU")
         network = None
         over_network = bool(spec.node_of) or any(r["unmapped"] for r in seen)
-        expect(
-            spec.depth == 1 or not over_network,
-            "depth",
-            spec.depth,
-            "1 for GPUs in two levels, or that do not all map each other",
-        )
+        allowed = "1 for GPUs in two levels, or that do not all map each other"
+        expect(spec.depth == 1 or not over_network, "depth", spec.depth, allowed)
         if over_network:
             most = max(r["blocks"] for r in seen)  # symmetric memory has one size on every rank
             network = allocate(rendezvous, network_bytes(spec, most), init_timeout_s, gpu)

@@ -1,8 +1,8 @@
 """Ops in two halves: one announces the op and returns, the other waits for the peers and receives.
 
 As many ops as the buffer's depth may be under way, because a rank may write a window again only after it has received
-all signals of an earlier op (docs/protocol.md). A call for which there is no place first ends all of them, then is refused
-on every rank. Ops end in the order in which they began: a wait, or a whole op, first ends those that began before.
+all signals of an earlier op (docs/protocol.md). One call more first ends all of them, then is refused on every rank.
+Ops end in the order in which they began: a wait, or a whole op, first ends the ops before.
 """
 
 from __future__ import annotations
@@ -58,9 +58,8 @@ class Begun:
 class Halves(Requirements):
     """The halves of the ops of an engine."""
 
-    spec: BufferSpec
-    # Ops that nobody has waited for, in the order in which they began: those under way, after some that another call has
-    # ended. An ended one is forgotten once as many ops have begun as may be under way.
+    # Ops without a wait so far, in the order in which they began: first the ended ones, which other calls have ended,
+    # then the ones under way. An ended one is forgotten once as many ops have begun as may be under way.
     _begun: tuple[Begun, ...] = ()
 
     def begin(self, op: Op, method: str, *given: Any) -> Tensor:

@@ -161,7 +161,7 @@ class Case:
 
     def whole_after_refusal(self) -> Any:
         kind, text = outcome(self.whole)
-        assert kind == InvalidInput.__name__ and "depth = 2" in text, text
+        assert (kind, "depth = 2" in text) == (InvalidInput.__name__, True), text
         return self.whole()
 
     def check(self, received: Any, factor: float = 1.0) -> None:
@@ -227,7 +227,7 @@ def test_more_than_may_be_under_way(make_ranks: MakeRanks, then: str, who: list[
 
 
 def refused_under_way(group: Any) -> list[tuple[str, str]]:
-    """One of two ops under way has a bad id; then a combine with a handle of another buffer is begun behind a third."""
+    """One of two ops under way has a bad id; then a combine with a handle of another buffer is begun after a third."""
     case = Case(group)
     good = case.idx.clone()
     if case.rank == 1:
@@ -309,7 +309,7 @@ def windows_under_way(group: Any) -> None:
     window.copy_(case.x * 2)
     second = case.buffer.dispatch(window, case.idx, case.weights, wait=False)
     found = outcome(lambda: case.buffer.token_window(1))
-    assert found[0] == InvalidInput.__name__ and "depth = 2" in found[1]
+    assert (found[0], "depth = 2" in found[1]) == (InvalidInput.__name__, True), found
     case.check(first.wait())
     case.check(second.wait(), 2.0)
     case.buffer.close()

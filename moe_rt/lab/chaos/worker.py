@@ -96,8 +96,8 @@ class Steps:
     """Steps on integers, whose sums are exact in any order; the data differ in every step.
 
     The start of each op is noted on the board, except that both backward ops are one call. Every third output is kept
-    until the next step is done and checked again: its memory must not have been given to another tensor. With a depth, a
-    second dispatch is under way during the first ops.
+    until the next step is done and checked again: its memory must not have been given to another tensor. With a
+    depth, a second dispatch is under way during the first ops.
     """
 
     def __init__(self, buffer: Buffer, board: Board, place: int, modes: Sequence[str] = ("train",)) -> None:
