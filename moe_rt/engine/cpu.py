@@ -140,7 +140,7 @@ class CpuEngine(Engine):
 
     def _refuse(self, op: Op, tag: int, error: MoeRtError, got: int, expected: int) -> NoReturn:
         """Announce the refusal, then raise `error`. If the group has failed, raise that, caused by `error`."""
-        self._end(self._begun)
+        self._end_ops(self._begun)
         code = refusal_code(error)
         status = self._engine.refuse(op=op, code=code, got=got, expected=expected, tag=tag)
         if status.code >= Code.CONFIG_MISMATCH:

@@ -117,8 +117,10 @@ class CudaEngine(Engine):
         plan_mark = _engine.new_plan_mark()
 
         def launcher(channel: int) -> Launcher:
-            given = {"timeout_s": timeout_s, "max_blocks": max_blocks, "num_sms": num_sms, "plan_mark": plan_mark}
-            return Launcher(spec, rank, segments, network, gpu, channel=channel, **given)
+            return Launcher(
+                spec, rank, segments, network, gpu, timeout_s=timeout_s, max_blocks=max_blocks, num_sms=num_sms,
+                channel=channel, plan_mark=plan_mark,
+            )  # fmt: skip
 
         # Launchers of the next op's channel, and of the others in the order of their turns.
         self._launcher, *others = map(launcher, range(spec.depth))

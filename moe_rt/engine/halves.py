@@ -87,7 +87,7 @@ class Halves(Requirements):
             message = f"wait: got an op that was waited for already, or lost ({left} under way); expected one wait each"
             raise InvalidInput(message)
         (begun,) = named
-        self._end(self._begun[: self._begun.index(begun) + 1])
+        self._end_ops(self._begun[: self._begun.index(begun) + 1])
         self._begun = tuple(b for b in self._begun if b is not begun)
         if isinstance(begun.error, CapacityOverflow) and self._grow(
             begun.given[-1] or self.spec.num_max_tokens_per_rank
@@ -107,7 +107,7 @@ class Halves(Requirements):
         self._run_first(begun)
         self._begun = (*self._begun, begun)[-self.spec.depth :]
 
-    def _end(self, all_begun: tuple[Begun, ...]) -> None:
+    def _end_ops(self, all_begun: tuple[Begun, ...]) -> None:
         """Run the second halves of ops that are under way, and keep their errors for the callers that wait."""
         for begun in all_begun:
             if begun.ended:
@@ -123,14 +123,14 @@ class Halves(Requirements):
     def _end_before(self, op: Op, tag: int) -> None:
         """End the ops that are under way before a whole op."""
         self._refuse_too_many(op, tag)
-        self._end(self._begun)
+        self._end_ops(self._begun)
 
     def _refuse_too_many(self, op: Op, tag: int) -> None:
         """Refuse a call on every rank, after the ops under way have ended, if these are as many as may be."""
         first = self._first_of_too_many()
         if first is None:
             return
-        self._end(self._begun)
+        self._end_ops(self._begun)
         called = f"got {op.name.lower()} while {first} was begun and not waited for"
         self._refuse_input(op, tag, f"wait: {called}, expected its wait() first{self._allowed()}")
 
