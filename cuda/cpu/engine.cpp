@@ -13,6 +13,14 @@ namespace moe_rt {
 
 namespace {
 
+// Background work of every channel's network steps.
+struct AllChannels : Background {
+  std::vector<std::shared_ptr<RemoteNetwork>> each;
+  void go_on() override {
+    for (const auto& channel : each) channel->go_on();
+  }
+};
+
 int num_remote(const EngineConfig& c) { return static_cast<int>(std::count(c.segments.begin(), c.segments.end(), 0u)); }
 
 }  // namespace
@@ -23,6 +31,8 @@ Engine::Engine(EngineConfig config)
             config_.shape.sums},
       table_(rows::find_table(config_.isa.c_str())),
       nodes_(config_.node_of, config_.rank),
+      channels_(config_.shape.depth),
+      world_(channels_.front().world),
       num_mapped_(config_.shape.num_ranks - num_remote(config_)),
       cache_locality_(config_.shape.num_ranks, num_remote(config_), config_.rank, config_.near_ns) {
   if (!table_) throw std::invalid_argument("this machine or build has no row primitives for isa=" + config_.isa);
@@ -34,15 +44,24 @@ Engine::Engine(EngineConfig config)
   placement_ = PlacementTables::make(config_.expert_rank, num_ranks);
   for (const uint64_t segment : config_.segments) base_.push_back(reinterpret_cast<char*>(segment));
 
-  world_ = {.shape = shape,
-            .layout = Layout::make(shape),
-            .placement = placement_.view(),
-            .base = base_.data(),
-            .mirror = nullptr,
-            .rank = config_.rank,
-            .config = config_.config_hash,
-            .plan_mark = new_plan_mark()};
-  if (num_mapped_ < num_ranks) reach_remote();
+  const uint64_t plan_mark = new_plan_mark();
+  for (size_t c = 0; c < channels_.size(); ++c) {
+    channels_[c].world = {.shape = shape,
+                          .layout = Layout::of_channel(shape, int64_t(c)),
+                          .placement = placement_.view(),
+                          .base = base_.data(),
+                          .mirror = nullptr,
+                          .rank = config_.rank,
+                          .config = config_.config_hash,
+                          .plan_mark = plan_mark};
+    std::fill_n(channels_[c].seq, kNumKinds, config_.first_seq - 1);
+    if (num_mapped_ < num_ranks) reach_remote(channels_[c]);
+  }
+  if (num_mapped_ < num_ranks) {
+    auto all = std::make_shared<AllChannels>();
+    for (const Channel& channel : channels_) all->each.push_back(channel.remote);
+    config_.network->keep(std::move(all), world_.base[world_.rank]);
+  }
   const int lanes = config_.num_lanes;
   lane_counters_.resize(LaneCounters::num_ints(shape, lanes));
   blocks_.resize(Blocks::num_ints(shape, world_.num_local_experts()));
@@ -50,7 +69,7 @@ Engine::Engine(EngineConfig config)
   scratch_rows_.resize(lanes * kScratchRows * shape.row_bytes() / kRowAlign);
   arrival_ns_.resize(num_ranks);
   waited_ns_.resize(num_ranks);
-  seq_[0] = seq_[1] = config_.first_seq - 1;
+  last_[0] = last_[1] = config_.first_seq - 1;
   if (lanes > 1) team_ = std::make_unique<Team>(lanes);
   pid_ = getpid();
   set_stream_from();
@@ -62,19 +81,35 @@ Engine::~Engine() {
   if (pid_ != getpid()) static_cast<void>(team_.release());  // its threads exist in the parent only
 }
 
-void Engine::reach_remote() {
+void Engine::reach_remote(Channel& channel) {
   if (!config_.network) throw std::invalid_argument("unmapped segments require a network");
+  World& w = channel.world;
   if (config_.node_of.empty()) {
-    auto remote = std::make_shared<RemotePeers>(config_.shape, world_.layout, base_, *config_.network);
-    remote_peers_ = remote.get(), remote_ = std::move(remote);
-    world_.mirror = remote_peers_->mirrors();
+    auto remote = std::make_shared<RemotePeers>(config_.shape, w.layout, base_, *config_.network);
+    channel.remote_peers = remote.get(), channel.remote = std::move(remote);
+    w.mirror = channel.remote_peers->mirrors();
   } else {
-    world_.nodes = nodes_.view();
-    auto remote = std::make_shared<Proxy>(world_, nodes_, *config_.network);
-    proxy_of_ = remote.get(), remote_ = std::move(remote);
-    world_.mirror = proxy_of_->lists();
+    w.nodes = nodes_.view();
+    auto remote = std::make_shared<Proxy>(w, nodes_, *config_.network);
+    channel.proxy = remote.get(), channel.remote = std::move(remote);
+    w.mirror = channel.proxy->lists();
   }
-  config_.network->keep(remote_, world_.base[world_.rank]);
+}
+
+// Forgets the ops under way, whose tensors the caller may free.
+void Engine::stop_remote() {
+  for (const Channel& channel : channels_) {
+    if (channel.remote) channel.remote->stop();
+  }
+}
+
+// Number of the last op of this kind that a peer has announced here, in any channel.
+uint64_t Engine::num_announced(Kind kind, int peer) const {
+  uint64_t num = config_.first_seq - 1;
+  for (const Channel& channel : channels_) {
+    num += load_acquire(channel.world.mailbox(world_.rank, kind, peer).signal) - (config_.first_seq - 1);
+  }
+  return num;
 }
 
 // Announces the op to all peers. Fails if a fault is injected.
@@ -84,20 +119,20 @@ Status Engine::post_all(Pending& op) {
   const Status injected{.code = Code::kFaultInjected};
   for (int i = 0; i < num_ranks; ++i) {
     const int peer = (world_.rank + i) % num_ranks;
-    if (i == num_ranks - 1 && fault_point_ == Point::kAfterSomeFlags && !config_.fault.strike()) return injected;
-    if (world_.base[peer]) post(world_.mailbox(peer, kind_of(op_of(header)), world_.rank), header);
+    if (i == num_ranks - 1 && op.fault_point == Point::kAfterSomeFlags && !config_.fault.strike()) return injected;
+    if (world_.base[peer]) post(world().mailbox(peer, kind_of(op_of(header)), world_.rank), header);
   }
-  if (remote_) {
+  if (RemoteNetwork* const remote = running_->remote.get()) {
     config_.network->begin_driving();
     std::vector<RemoteNetwork::Posting> postings;
-    if (proxy_of_) {
-      postings = proxy_of_->own_postings(header, world_.rank);
+    if (running_->proxy) {
+      postings = running_->proxy->own_postings(header, world_.rank);
     } else {
-      for (const int peer : remote_->ranks()) postings.push_back({peer, world_.rank, header});
+      for (const int peer : remote->ranks()) postings.push_back({peer, world_.rank, header});
     }
-    remote_->announce(world_, postings);
+    remote->announce(world(), postings);
   }
-  return fault_point_ == Point::kAfterAllFlags && !config_.fault.strike() ? injected : Status{};
+  return op.fault_point == Point::kAfterAllFlags && !config_.fault.strike() ? injected : Status{};
 }
 
 // Waits for all peers, or only for the peers that announce before proxies pass anything on.
@@ -109,7 +144,7 @@ Status Engine::wait_for(Pending& op, bool direct_only) {
   int64_t before = 0;
   for (int peer = 0; peer < world_.shape.num_ranks; ++peer) {
     if (direct_only && !announces_directly(world_, kind, peer)) continue;
-    const Mailbox& mailbox = world_.mailbox(world_.rank, kind, peer);
+    const Mailbox& mailbox = world().mailbox(world_.rank, kind, peer);
     const int announcer = announcer_of(world_, kind, peer);
     op.idle.watch({.peer = peer,
                    .announcer = announcer,
@@ -130,8 +165,8 @@ Status Engine::wait_for(Pending& op, bool direct_only) {
       return {.code = code,
               .phase = Phase::kWait,
               .peer = announcer,
-              .got = int64_t(announced),
-              .expected = int64_t(ours.seq)};
+              .got = int64_t(num_announced(kind, peer)),
+              .expected = int64_t(op.number)};
     }
     arrival_ns_[peer] = arrival;
   }
@@ -151,20 +186,21 @@ Status Engine::judge_headers(const Header& ours, bool direct_only) const {
   Status worst;
   for (int peer = 0; peer < world_.shape.num_ranks; ++peer) {
     if (direct_only && !announces_directly(world_, kind, peer)) continue;
-    const Status s = check_header(world_.mailbox(world_.rank, kind, peer).header[ours.seq & 1], ours, peer);
+    const Status s = check_header(world().mailbox(world_.rank, kind, peer).header[ours.seq & 1], ours, peer);
     if (s.code > worst.code) worst = s;
   }
   return worst;
 }
 
-HostIdle Engine::idle(Op op) const {
-  return {world_,
+HostIdle Engine::idle(Op op, uint64_t number) const {
+  return {world(),
           op,
-          seq_,
+          number,
+          running_->seq,
           config_.timeout_s,
           oversubscribed_,
           config_.interrupted,
-          remote_ ? config_.network.get() : nullptr};
+          running_->remote ? config_.network.get() : nullptr};
 }
 
 // Ranks that share a cache have equal parts of it. Rows for a rank with another cache are always streamed: that rank
@@ -185,7 +221,7 @@ Status Engine::fail(Status status) {
     const uint64_t word = load_acquire(world_.poison(world_.rank));  // pairs with poison: last words come before it
     if (word != 0) status = poisoned(word, status);
   }
-  if (remote_) remote_->stop();  // the caller may free the op's tensors
+  stop_remote();
   // Failures that other ranks found are passed on as well: their authors may have died before they reached every rank.
   poison(status.code, status.peer);
   return failure_ = status;
@@ -219,7 +255,7 @@ void Engine::poison(Code code, int peer) {
   for (int r = 0; r < world_.shape.num_ranks; ++r) {
     if (world_.base[r]) replace_acq_rel(world_.poison(r), uint64_t{0}, first);
   }
-  if (remote_) remote_->poison(world_, first);
+  if (channels_[0].remote) channels_[0].remote->poison(world_, first);
 }
 
 Status Engine::health() const {
@@ -234,21 +270,27 @@ bool Engine::close() {
   if (pid_ != getpid() || exchange_acquire(closed_, 1u)) return false;
   for (int peer = 0; peer < world_.shape.num_ranks; ++peer) {
     if (!world_.base[peer]) continue;
-    for (const Kind kind : {Kind::kDispatch, Kind::kCombine}) {
-      post_closed(world_.mailbox(peer, kind, world_.rank));
+    for (const Channel& channel : channels_) {
+      for (const Kind kind : {Kind::kDispatch, Kind::kCombine}) {
+        post_closed(channel.world.mailbox(peer, kind, world_.rank));
+      }
     }
   }
   // Takes the engine permanently: a later op finds it busy and closed, and touches no segment.
   const bool taken = exchange_acquire(busy_, 1u) == 0;
-  if (remote_ && taken) remote_->stop();
-  if (remote_) config_.network->leave(seq_);
+  if (taken) stop_remote();
+  if (channels_[0].remote) {
+    std::vector<uint64_t> last_seqs;
+    for (const Channel& channel : channels_) last_seqs.insert(last_seqs.end(), channel.seq, channel.seq + kNumKinds);
+    config_.network->leave(last_seqs);
+  }
   return taken;
 }
 
 Status Engine::refuse(Op op, Code code, int64_t got, int64_t expected, uint32_t tag) {
   const auto nothing = [](const auto&, auto&&...) {};
   const Status refusal{.code = code, .phase = Phase::kPublish, .peer = world_.rank, .got = got, .expected = expected};
-  return run({.op = op, .tag = tag}, Half::kBoth, nothing, nothing, refusal);
+  return run(nullptr, {.op = op, .tag = tag}, Half::kBoth, nothing, nothing, refusal);
 }
 
 Status Engine::dispatch(const DispatchArgs& args, uint32_t tag, Half half) {

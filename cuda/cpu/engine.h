@@ -52,7 +52,8 @@ struct EngineConfig {
   std::shared_ptr<Network> network{};  // network to unmapped peers
 };
 
-// Part of an op that a call runs. Between the halves of an op, the engine accepts no other op.
+// Part of an op that a call runs. As many ops as the buffer's depth may be between their halves. In two levels all ranks
+// must end them in the order in which they began: a proxy passes an op on when it ends it.
 enum class Half { kBoth, kFirst, kSecond };
 
 class Engine {
@@ -63,7 +64,8 @@ class Engine {
   Engine& operator=(const Engine&) = delete;
 
   // Each call returns when this rank's part is done. `tag` names the layer; it must be identical on all ranks. The first
-  // half announces the op and waits for no peer; the second half takes the same arguments.
+  // half announces the op and waits for no peer; the second half takes the same object as arguments. A first half
+  // returns kInvalidInput, and announces nothing, if plans or rows are wrong: the caller refuses the op.
   Status dispatch(const DispatchArgs& args, uint32_t tag, Half half = Half::kBoth);
   Status combine(const CombineArgs& args, uint32_t tag, Half half = Half::kBoth);  // and dispatch backward
   Status combine_backward(const CombineBackwardArgs& args, uint32_t tag, Half half = Half::kBoth);
@@ -71,8 +73,11 @@ class Engine {
   // Takes part in an op only to announce that this rank refuses it, so that every rank raises and none waits.
   Status refuse(Op op, Code code, int64_t got, int64_t expected, uint32_t tag);
 
-  // Token window that the next op takes if it is a dispatch.
-  int next_token_window() const { return windows_.next(Kind::kDispatch); }
+  // Token window that the next op takes if it is a dispatch: 2 * channel + window.
+  int next_token_window() const {
+    const Channel& next = next_channel();
+    return 2 * int(next.world.layout.channel) + next.windows.next(Kind::kDispatch);
+  }
 
   // Rows that this rank would have received; valid after kCapacityOverflow.
   int64_t needed_rows() const { return needed_rows_; }
@@ -80,7 +85,9 @@ class Engine {
   // Records why this rank is about to leave, for its peers. Idempotent: the first words stay.
   void leave_words(std::string_view text);
   // Last words of an unmapped peer; empty if they cannot be fetched.
-  std::string remote_last_words(int peer) { return remote_ ? remote_->last_words(world_, peer) : std::string(); }
+  std::string remote_last_words(int peer) {
+    return channels_[0].remote ? channels_[0].remote->last_words(world_, peer) : std::string();
+  }
   // Announces to every peer that this rank cannot continue; their waits end. Idempotent: the first cause stays.
   void poison(Code code, int peer);
   // The failure that ended this group, if any; never blocks.
@@ -104,6 +111,7 @@ class Engine {
 
  private:
   struct Pending;
+  struct Channel;
   // Network steps between the two halves of an op; most ops have none.
   static constexpr auto kNothing = [](auto&&...) { return Status{}; };
   template <class Fetch = decltype(kNothing), class Forward = decltype(kNothing)>
@@ -116,9 +124,10 @@ class Engine {
     return {fetch, forward};
   }
   template <class Send, class Receive, class Middle = Between<>>
-  Status run(const Call& call, Half half, Send&& send, Receive&& receive, const Status& refusal = {},
+  Status run(const void* args, const Call& call, Half half, Send&& send, Receive&& receive, const Status& refusal = {},
              const Middle& middle = {});
-  Pending open(const Call& call, const Status& refusal);
+  Channel* find_channel(const void* args, Half half);
+  Pending open(const void* args, const Call& call, const Status& refusal);
   template <class Fn>
   void run_lanes(Fn&& fn);
   template <class Coop, class Send, class Middle>
@@ -133,12 +142,14 @@ class Engine {
   Status wait_for(Pending& op, bool direct_only);
   Status wait_all(Pending& op);
   Status judge_headers(const Header& ours, bool direct_only) const;
-  HostIdle idle(Op op) const;
+  HostIdle idle(Op op, uint64_t number) const;
   void settle(Pending& op);
+  uint64_t num_announced(Kind kind, int peer) const;
   template <class Fn>
   void with_link(int window, Fn&& fn) const;
   Status fail(Status status);
-  void reach_remote();
+  void reach_remote(Channel& channel);
+  void stop_remote();
   void set_stream_from();
   void record(int64_t OpRecord::* step, std::chrono::steady_clock::time_point when);
   // Row primitives of an op that writes n rows and streams from `stream_from` bytes on.
@@ -165,16 +176,30 @@ class Engine {
   template <class Acc>
   Status typed_combine_backward(const CombineBackwardArgs& args, uint32_t tag, Half half);
 
+  // World of the running op; other members use that of the first channel, which differs in its layout only.
+  const World& world() const { return running_->world; }
+  const Channel& next_channel() const { return channels_[num_ops_ % channels_.size()]; }
+
+  // State that the ops of one channel share. At most one of them is between its halves (docs/protocol.md, "Depth").
+  struct Channel {
+    World world{};
+    std::shared_ptr<RemoteNetwork> remote{};  // set if some peer is not mapped: one of the next two
+    RemotePeers* remote_peers = nullptr;
+    Proxy* proxy = nullptr;
+    uint64_t seq[kNumKinds]{};
+    WindowSelector windows{};
+    std::unique_ptr<Pending> pending{};  // the op whose first half has run
+  };
+
   EngineConfig config_;
-  World world_{};
   RuntimeDims dims_;
   const rows::Table* table_;
   PlacementTables placement_;
   NodeTables nodes_;
   std::vector<char*> base_;
-  std::shared_ptr<RemoteNetwork> remote_;  // set if some peer is not mapped: one of the next two
-  RemotePeers* remote_peers_ = nullptr;
-  Proxy* proxy_of_ = nullptr;
+  std::vector<Channel> channels_;
+  const World& world_;          // of the first channel
+  Channel* running_ = nullptr;  // channel of the running op
   int num_mapped_;
   std::vector<int32_t> lane_counters_, blocks_;
   std::vector<int64_t> lane_fault_;
@@ -184,11 +209,8 @@ class Engine {
   };
   std::vector<Line> scratch_rows_;  // window rows for every lane
   std::unique_ptr<Team> team_;
-  uint64_t seq_[kNumKinds];
-  WindowSelector windows_{};
-  std::unique_ptr<Pending> pending_;  // the op whose first half has run
+  uint64_t num_ops_ = 0, last_[kNumKinds];  // ops begun, and number of the last one of each kind
   Status failure_;
-  Point fault_point_ = Point::kNone;  // fault point of the running op
   OpRecord op_record_{};
   std::vector<int64_t> arrival_ns_, waited_ns_;
   uint32_t busy_ = 0, closed_ = 0;

@@ -46,15 +46,15 @@ template <class Acc>
 struct Engine::DispatchSteps {
   Engine& engine;
   const DispatchArgs& a;
-  const World& w;
   LaneCounters counters;
   Received<Acc> out;
+
+  const World& w() const { return engine.world(); }
 
   static DispatchSteps make(Engine& engine, const DispatchArgs& a) {
     const World& w = engine.world_;
     return {engine,
             a,
-            w,
             {engine.lane_counters_.data(), w.shape.num_experts, w.shape.num_ranks},
             {static_cast<char*>(a.recv_x), static_cast<Acc*>(a.recv_weights), a.capacity,
              RecvPlan::view(a.recv_plan, w.shape, w.num_local_experts())}};
@@ -63,11 +63,11 @@ struct Engine::DispatchSteps {
   // First half: writes this rank's lists and rows to its window.
   template <class Coop>
   void send(const Coop& coop, int window, Header& header) const {
-    const auto lists = RouteLists<Acc>::view(w, w.rank, window);
+    const auto lists = RouteLists<Acc>::view(w(), w().rank, window);
     count(coop, header, lists);
     if (header.status != Code::kOk) return;
     with_ids([&](const auto* ids) {
-      write_lists(coop, engine.dims_, w, ids, static_cast<const Acc*>(a.topk_weights), a.num_tokens, counters, lists,
+      write_lists(coop, engine.dims_, w(), ids, static_cast<const Acc*>(a.topk_weights), a.num_tokens, counters, lists,
                   a.send_plan);
     });
     const int64_t stream_from = engine.stream_from_.published;
@@ -84,16 +84,16 @@ struct Engine::DispatchSteps {
   void count(const Coop& coop, Header& header, const RouteLists<Acc>& lists) const {
     int64_t bad = kNoFault;
     const bool valid = with_ids([&](const auto* ids) {
-      return count_visits(coop, engine.dims_, w, ids, a.num_tokens, counters, a.send_plan, &bad);
+      return count_visits(coop, engine.dims_, w(), ids, a.num_tokens, counters, a.send_plan, &bad);
     });
     engine.lane_fault_[coop.rank()] = valid ? kNoFault : bad;
     coop.sync();
     if (coop.rank() == 0) {
       for (const int64_t fault : engine.lane_fault_) {
         if (fault == kNoFault || header.status != Code::kOk) continue;
-        header.refuse(Code::kInvalidRouting, fault, w.shape.num_experts);
+        header.refuse(Code::kInvalidRouting, fault, w().shape.num_experts);
       }
-      if (header.status == Code::kOk) place_lanes(w, counters, coop.size(), lists);
+      if (header.status == Code::kOk) place_lanes(w(), counters, coop.size(), lists);
     }
     coop.sync();
   }
@@ -106,17 +106,17 @@ struct Engine::DispatchSteps {
 
   template <class Coop, class Rows>
   void publish(const Coop& coop, int window, const Rows& rows) const {
-    publish_rows(coop, w, window, static_cast<const char*>(a.x), a.num_tokens, rows);
+    publish_rows(coop, w(), window, static_cast<const char*>(a.x), a.num_tokens, rows);
   }
 
   // One lane runs one of these: starts to fetch the rows of unmapped peers, or stages the rows of clients.
   void fetch(int window, const Header& header) const {
     constexpr bool kWide = sizeof(Acc) > sizeof(float);
-    engine.remote_peers_->begin(w,
-                                {.window = window, .header = header, .row_bytes = encoded_row_bytes(), .wide = kWide});
+    engine.running_->remote_peers->begin(
+        w(), {.window = window, .header = header, .row_bytes = encoded_row_bytes(), .wide = kWide});
   }
   Status stage(int window, HostIdle& idle) const {
-    return engine.proxy_of_->stage<Acc>(w, window, out.plan.forwards, encoded_row_bytes(), idle);
+    return engine.running_->proxy->stage<Acc>(w(), window, out.plan.forwards, encoded_row_bytes(), idle);
   }
   int64_t encoded_row_bytes() const {
     if (a.scaled.code_bytes) return RowParts{a.scaled.code_bytes, a.scaled.scale_bytes}.bytes();
@@ -125,11 +125,12 @@ struct Engine::DispatchSteps {
 
   // Second half: indexes the lists of all peers and gathers their rows.
   template <class Coop>
-  void receive(const Coop& coop, uint64_t seq, int window, Status& status) const {
-    Blocks blocks = Blocks::view(engine.blocks_.data(), w.shape, w.num_local_experts());
-    if (!index(coop, seq, window, blocks, status)) return;
-    write_index(coop, w, seq, a.num_tokens, a.capacity, blocks, a.offs, out.plan);
-    const int64_t num_rows = blocks.part_end(w, w.num_parts() - 1), stream_from = engine.stream_from_.received;
+  void receive(const Coop& coop, const Pending& op, Status& status) const {
+    const int window = op.window;
+    Blocks blocks = Blocks::view(engine.blocks_.data(), w().shape, w().num_local_experts());
+    if (!index(coop, op.header.seq, window, blocks, status)) return;
+    write_index(coop, w(), op.number, a.num_tokens, a.capacity, blocks, a.offs, out.plan);
+    const int64_t num_rows = blocks.part_end(w(), w().num_parts() - 1), stream_from = engine.stream_from_.received;
     if (a.scaled.code_bytes) {
       take(coop, window, blocks, engine.scaled_rows(a.scaled, num_rows, stream_from));
     } else {
@@ -142,36 +143,36 @@ struct Engine::DispatchSteps {
   // False, on every lane, if a peer's lists are corrupt or some rank has no space for its rows; lane 0 sets the status.
   template <class Coop>
   bool index(const Coop& coop, uint64_t seq, int window, Blocks& blocks, Status& status) const {
-    const int corrupt_source = index_blocks<Acc>(coop, w, window, a.expert_rows, blocks);
+    const int corrupt_source = index_blocks<Acc>(coop, w(), window, a.expert_rows, blocks);
     if (corrupt_source >= 0) {
       if (coop.rank() == 0) status = corrupt(corrupt_source);
       return false;
     }
-    const int full = engine.config_.drop_overflow ? -1 : overflowing_rank(coop, w, seq, window, blocks);
+    const int full = engine.config_.drop_overflow ? -1 : overflowing_rank(coop, w(), seq, window, blocks);
     if (full < 0) return true;
     if (coop.rank() != 0) return false;
-    const auto& starts = w.shape.by_token() ? blocks.pull_start : blocks.copy_start;
-    engine.needed_rows_ = round_up(starts[w.shape.num_ranks] + w.most_padding(w.rank), w.shape.alignment);
+    const auto& starts = w().shape.by_token() ? blocks.pull_start : blocks.copy_start;
+    engine.needed_rows_ = round_up(starts[w().shape.num_ranks] + w().most_padding(w().rank), w().shape.alignment);
     status = {.code = Code::kCapacityOverflow,
               .phase = Phase::kGather,
               .peer = full,
-              .got = rows_for(w, window, blocks, full),
-              .expected = room_for_rows(w, seq, full)};
+              .got = rows_for(w(), window, blocks, full),
+              .expected = room_for_rows(w(), seq, full)};
     return false;
   }
 
   template <class Coop, class Rows>
   void take(const Coop& coop, int window, const Blocks& blocks, const Rows& rows) const {
     engine.with_link(window, [&](const auto& link) {
-      engine.lane_fault_[coop.rank()] = gather(coop, engine.dims_, w, window, blocks, out, rows, link);
+      engine.lane_fault_[coop.rank()] = gather(coop, engine.dims_, w(), window, blocks, out, rows, link);
     });
-    clear_padding(coop, w, blocks.ends, a.capacity, out.recv_x, out.recv_weights, rows);
+    clear_padding(coop, w(), blocks.ends, a.capacity, out.recv_x, out.recv_weights, rows);
   }
 
   // Reports the last peer that gather found corrupt, or the first whose entries share copies.
   void judge_gathered(const Blocks& blocks, Status& status) const {
     int64_t peer = *std::max_element(engine.lane_fault_.begin(), engine.lane_fault_.end());
-    if (peer < 0) peer = unshared_copies(w, blocks, out.plan);
+    if (peer < 0) peer = unshared_copies(w(), blocks, out.plan);
     if (peer >= 0) status = corrupt(int32_t(peer));
   }
   static Status corrupt(int32_t peer) { return {.code = Code::kCorruptPeer, .phase = Phase::kGather, .peer = peer}; }
@@ -183,9 +184,9 @@ Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag, Half half) {
   const auto middle = between([&](int window, const Header& header) { steps.fetch(window, header); },
                               by_one_lane([&](int window, HostIdle& idle) { return steps.stage(window, idle); }));
   return run(
-      call_of(a, tag), half, [&](const auto& coop, int window, Header& header) { steps.send(coop, window, header); },
-      [&](const auto& coop, uint64_t seq, int window, Status& status) { steps.receive(coop, seq, window, status); }, {},
-      middle);
+      &a, call_of(a, tag), half,
+      [&](const auto& coop, int window, Header& header) { steps.send(coop, window, header); },
+      [&](const auto& coop, const Pending& op, Status& status) { steps.receive(coop, op, status); }, {}, middle);
 }
 
 // Checks that an op may follow its plans, and that its rows are complete. It runs before anything is announced, so that
@@ -217,7 +218,8 @@ template <class Acc>
 Status Engine::typed_combine(const CombineArgs& a, uint32_t tag, Half half) {
   RecvPlan plan = RecvPlan::view(a.recv_plan, world_.shape, world_.num_local_experts());
   const Status judged = judge(a.op, plan, a.send_plan, a);
-  if (half != Half::kSecond && !judged.ok()) return refuse(judged.op, judged.code, judged.got, judged.expected, tag);
+  if (half == Half::kFirst && !judged.ok()) return judged;
+  if (half == Half::kBoth && !judged.ok()) return refuse(judged.op, judged.code, judged.got, judged.expected, tag);
   plan.judged = true;
   const Codec codec = dims_.codec(a.op);
   const Returned<Acc> in{plan, static_cast<const char*>(a.y), static_cast<const Acc*>(a.recv_weights),
@@ -229,37 +231,38 @@ Status Engine::typed_combine(const CombineArgs& a, uint32_t tag, Half half) {
     const auto rows = row_ops<Acc>(plan.head->num_pulled - plan.head->num_own, stream_from_.pushed, codec);
     with_link(window, [&](const auto& link) {
       if (all_pushed) {
-        push<LocalPushed>(coop, dims_, world_, window, in, rows, link);
+        push<LocalPushed>(coop, dims_, world(), window, in, rows, link);
       } else {
-        push<Own>(coop, dims_, world_, window, in, rows, link);
+        push<Own>(coop, dims_, world(), window, in, rows, link);
       }
     });
   };
   const auto cached = row_ops<Acc>(1, kNeverStreamed, codec);
-  const auto receive = [&](const auto& coop, uint64_t, int window, Status&) {
+  const auto receive = [&](const auto& coop, const Pending& op, Status&) {
+    const int window = op.window;
     const auto reduce_with = [&](auto own) {
       const auto rows = row_ops<Acc>(a.num_tokens, stream_from_.combined, codec);
       auto* const out = static_cast<char*>(a.out);
       auto* const grads = static_cast<Acc*>(a.grad_topk_weights);
-      if (proxy_of_) {
-        reduce_nodes(coop, dims_, world_, window, a.send_plan, a.num_tokens, out, grads, rows, cached,
+      if (running_->proxy) {
+        reduce_nodes(coop, dims_, world(), window, a.send_plan, a.num_tokens, out, grads, rows, cached,
                      scratch_row(coop.rank(), 1), own);
       } else {
-        reduce(coop, dims_, world_, window, a.send_plan, a.num_tokens, out, grads, rows, own);
+        reduce(coop, dims_, world(), window, a.send_plan, a.num_tokens, out, grads, rows, own);
       }
     };
     if (all_pushed) {
       reduce_with(LocalPushed{});
     } else {
-      reduce_with(Own{world_, window, in, cached, scratch_row(coop.rank())});
+      reduce_with(Own{world(), window, in, cached, scratch_row(coop.rank())});
     }
   };
   const auto send_sums = [&](const auto& coop, int window, HostIdle&) {
-    proxy_of_->send_sums(coop, world_, window, plan.forwards, cached, a.grad_recv_weights != nullptr,
-                         scratch_row(coop.rank()));
+    running_->proxy->send_sums(coop, world(), window, plan.forwards, cached, a.grad_recv_weights != nullptr,
+                               scratch_row(coop.rank()));
     return Status{};
   };
-  return run(call_of(a, tag, plan), half, send, receive, {}, between(kNothing, send_sums));
+  return run(&a, call_of(a, tag, plan), half, send, receive, {}, between(kNothing, send_sums));
 }
 
 // The op with Sums::kInvariant, after its plans were judged.
@@ -278,62 +281,66 @@ Status Engine::combine_entries(const CombineArgs& a, const Returned<Acc>& in, ui
     const auto rows = row_ops<Acc>(num_rows, stream_from_.pushed, codec);
     with_link(window, [&](const auto& link) {
       if (all_pushed) {
-        push_entries<LocalPushed>(coop, world_, window, in, rows, link);
+        push_entries<LocalPushed>(coop, world(), window, in, rows, link);
       } else {
-        push_entries<Own>(coop, world_, window, in, rows, link);
+        push_entries<Own>(coop, world(), window, in, rows, link);
       }
     });
   };
-  const auto receive = [&](const auto& coop, uint64_t, int window, Status&) {
+  const auto receive = [&](const auto& coop, const Pending& op, Status&) {
+    const int window = op.window;
     const auto rows = row_ops<Acc>(a.num_tokens, stream_from_.combined, codec);
     const auto reduce_with = [&](auto own) {
-      reduce_entries(coop, dims_, world_, window, a.send_plan, a.num_tokens, static_cast<char*>(a.out),
+      reduce_entries(coop, dims_, world(), window, a.send_plan, a.num_tokens, static_cast<char*>(a.out),
                      static_cast<const Acc*>(a.topk_weights), static_cast<Acc*>(a.grad_topk_weights), rows, own);
     };
     if (all_pushed) {
       reduce_with(LocalPushed{});
     } else {
-      reduce_with(Own{world_, window, in, rows.tensor_row_bytes()});
+      reduce_with(Own{world(), window, in, rows.tensor_row_bytes()});
     }
   };
   const int64_t bytes = entry_bytes<Acc>(row_ops<Acc>(0, 0, codec).encoded_row_bytes());
   const auto send_home = [&](const auto& coop, int window, HostIdle&) {
-    proxy_of_->send_entries(coop, world_, window, plan.forwards, bytes);
+    running_->proxy->send_entries(coop, world(), window, plan.forwards, bytes);
     return Status{};
   };
-  return run(call_of(a, tag, plan), half, send, receive, {}, between(kNothing, send_home));
+  return run(&a, call_of(a, tag, plan), half, send, receive, {}, between(kNothing, send_home));
 }
 
 template <class Acc>
 Status Engine::typed_combine_backward(const CombineBackwardArgs& a, uint32_t tag, Half half) {
   RecvPlan plan = RecvPlan::view(a.recv_plan, world_.shape, world_.num_local_experts());
   const Status judged = judge(Op::kCombineBackward, plan, nullptr, a);
-  if (half != Half::kSecond && !judged.ok()) return refuse(judged.op, judged.code, judged.got, judged.expected, tag);
+  if (half == Half::kFirst && !judged.ok()) return judged;
+  if (half == Half::kBoth && !judged.ok()) return refuse(judged.op, judged.code, judged.got, judged.expected, tag);
   plan.judged = true;
   const Codec codec = dims_.codec(Op::kCombineBackward);
   const auto send = [&](const auto& coop, int window, Header&) {
-    publish_rows(coop, world_, window, static_cast<const char*>(a.grad_out), a.num_tokens,
+    publish_rows(coop, world(), window, static_cast<const char*>(a.grad_out), a.num_tokens,
                  row_ops<Acc>(a.num_tokens, stream_from_.published, codec));
   };
-  const auto receive = [&](const auto& coop, uint64_t, int window, Status&) {
+  const auto receive = [&](const auto& coop, const Pending& op, Status&) {
+    const int window = op.window;
     const auto rows = row_ops<Acc>(plan.head->num_rows, stream_from_.received, codec);
     auto* const grad_y = static_cast<char*>(a.grad_y);
     auto* const grad_recv_weights = static_cast<Acc*>(a.grad_recv_weights);
     with_link(window, [&](const auto& link) {
-      gather_grad<RuntimeDims>(coop, world_, window, plan, static_cast<const char*>(a.y),
+      gather_grad<RuntimeDims>(coop, world(), window, plan, static_cast<const char*>(a.y),
                                static_cast<const Acc*>(a.recv_weights), grad_y, grad_recv_weights, rows, link);
     });
-    clear_padding(coop, world_, plan.ends, plan.head->num_rows, grad_y, grad_recv_weights, rows);
+    clear_padding(coop, world(), plan.ends, plan.head->num_rows, grad_y, grad_recv_weights, rows);
   };
   const int64_t row_bytes = row_ops<Acc>(0, 0, codec).encoded_row_bytes();
   const auto middle = between(
       [&](int window, const Header& header) {
-        remote_peers_->begin(world_, {.window = window, .header = header, .row_bytes = row_bytes, .plan = plan});
+        running_->remote_peers->begin(world(),
+                                      {.window = window, .header = header, .row_bytes = row_bytes, .plan = plan});
       },
       by_one_lane([&](int window, HostIdle& idle) {
-        return proxy_of_->stage_rows(world_, window, plan.forwards, row_bytes, idle);
+        return running_->proxy->stage_rows(world(), window, plan.forwards, row_bytes, idle);
       }));
-  return run(call_of(a, tag, plan), half, send, receive, {}, middle);
+  return run(&a, call_of(a, tag, plan), half, send, receive, {}, middle);
 }
 
 template Status Engine::typed_dispatch<float>(const DispatchArgs&, uint32_t, Half);

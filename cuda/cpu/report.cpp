@@ -39,8 +39,12 @@ SegmentHeader read_segment_header(const char* segment, int64_t num_bytes) {
            "a line that begins " + std::to_string(size) + " of " + std::to_string(num_bytes) + " bytes");
   };
   fits("poison", p.poison, sizeof(uint64_t));
-  fits("mailboxes", p.mailboxes, int64_t{kNumKinds} * p.num_ranks * sizeof(Mailbox));
   fits("members", p.members, int64_t{p.num_ranks} * sizeof(Member));
+  const int64_t channel_bytes = int64_t{kNumKinds} * p.num_ranks * int64_t{sizeof(Mailbox)};
+  fits("mailboxes", p.mailboxes, channel_bytes);
+  const int64_t bytes = p.members - p.mailboxes;  // members follow the mailboxes of all channels
+  expect(bytes >= channel_bytes && bytes % channel_bytes == 0, "mailboxes", bytes,
+         "a multiple of " + std::to_string(channel_bytes) + " bytes");
   fits("op_records", p.op_records, int64_t{kNumOpRecords} * sizeof(OpRecordSlot));
   fits("last words", p.last_words, sizeof(LastWords));
   return p;
@@ -75,8 +79,10 @@ SegmentReport read_segment(const char* segment, int64_t num_bytes) {
 
   const auto* mailboxes = reinterpret_cast<const Mailbox*>(segment + p.mailboxes);
   report.closed_to.resize(p.num_ranks);
-  for (int i = 0; i < kNumKinds * p.num_ranks; ++i) {
-    report.announced[i / p.num_ranks].push_back(load_relaxed(mailboxes[i].signal));
+  for (auto& of_kind : report.announced) of_kind.resize(p.num_ranks);
+  const int64_t num_mailboxes = (p.members - p.mailboxes) / int64_t{sizeof(Mailbox)};
+  for (int64_t i = 0; i < num_mailboxes; ++i) {  // of every channel
+    report.announced[i / p.num_ranks % kNumKinds][i % p.num_ranks] += load_relaxed(mailboxes[i].signal);
     if (load_relaxed(mailboxes[i].closed) != 0) report.closed_to[i % p.num_ranks] = true;
   }
   const auto* members = reinterpret_cast<const Member*>(segment + p.members);

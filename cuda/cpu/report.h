@@ -12,7 +12,7 @@ namespace moe_rt {
 struct SegmentReport {
   SegmentHeader header;
   uint64_t poison;
-  std::vector<uint64_t> announced[kNumKinds];  // [R] last sequence number that each rank has announced to this one
+  std::vector<uint64_t> announced[kNumKinds];  // [R] number of ops that each rank has announced to this one
   std::vector<bool> closed_to;                 // [R] true if the rank has closed towards this one
   std::vector<Member> members;                 // [R]
   std::vector<int32_t> announcers[kNumKinds];  // [R] announcer of each rank: itself or a proxy

@@ -25,12 +25,13 @@ class HostIdle {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // `seq` holds this rank's sequence numbers per kind. `interrupted` may be null; it returns true if a signal ends this
+  // `number` is the op's, for a message; `seq` holds this rank's sequence numbers per kind. `interrupted` may be null; it returns true if a signal ends this
   // wait. `network` is driven by this wait if some peer is reached through one; else nullptr.
-  HostIdle(const World& world, Op op, const uint64_t* seq, double timeout_s, bool oversubscribed, bool (*interrupted)(),
-           Network* network = nullptr)
+  HostIdle(const World& world, Op op, uint64_t number, const uint64_t* seq, double timeout_s, bool oversubscribed,
+           bool (*interrupted)(), Network* network = nullptr)
       : world_(world),
         op_(op),
+        number_(number),
         kind_(kind_of(op)),
         seq_(seq),
         timeout_s_(timeout_s),
@@ -144,12 +145,13 @@ class HostIdle {
   void warn() const {
     constexpr const char* kNames[] = {"no op", "dispatch", "combine", "dispatch_backward", "combine_backward"};
     std::fprintf(stderr, "moe_rt: %s #%llu on rank %d has waited %.3g s for rank %d; PeerTimeout after %g s\n",
-                 kNames[static_cast<int>(op_)], static_cast<unsigned long long>(seq_of(kind_)), world_.rank,
-                 timeout_s_ / 10, watched_.peer, timeout_s_);
+                 kNames[static_cast<int>(op_)], static_cast<unsigned long long>(number_), world_.rank, timeout_s_ / 10,
+                 watched_.peer, timeout_s_);
   }
 
   const World& world_;
   Op op_;
+  uint64_t number_;
   Kind kind_;
   const uint64_t* seq_;
   double timeout_s_;

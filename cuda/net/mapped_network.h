@@ -16,7 +16,7 @@ class MappedNetwork : public Network {
  public:
   // [R] address of each rank's segment; `rank` is this one.
   MappedNetwork(const std::vector<uint64_t>& segments, const Shape& shape, int rank)
-      : mailboxes_(Layout::make(shape).mailboxes), rank_(rank) {
+      : mailboxes_(Layout::make(shape).mailboxes), num_kinds_(shape.depth * kNumKinds), rank_(rank) {
     for (const uint64_t s : segments) segments_.push_back(reinterpret_cast<char*>(s));
   }
 
@@ -40,18 +40,18 @@ class MappedNetwork : public Network {
   void begin_driving() override {}
   void end_driving() override {}
   void keep(std::shared_ptr<Background>, const char*) override {}
-  void leave(const uint64_t (&)[2]) override {
+  void leave(const std::vector<uint64_t>&) override {
     const auto num_ranks = static_cast<int>(segments_.size());
     for (char* const segment : segments_) {
       auto* const mailboxes = reinterpret_cast<Mailbox*>(segment + mailboxes_);
-      for (int kind = 0; kind < kNumKinds; ++kind) post_closed(mailboxes[kind * num_ranks + rank_]);
+      for (int kind = 0; kind < num_kinds_; ++kind) post_closed(mailboxes[kind * num_ranks + rank_]);
     }
   }
 
  private:
   std::vector<char*> segments_;
   int64_t mailboxes_;
-  int rank_;
+  int num_kinds_, rank_;  // kinds of all channels
 };
 
 }  // namespace moe_rt

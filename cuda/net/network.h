@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "../protocol/core/signal.h"
 
@@ -51,9 +52,9 @@ class Network {
   // Memory that `get` writes and `put` reads is part of `background`, or of this rank's segment, which the caller has
   // mapped at `segment`. The network keeps either alive while requests may be pending, whatever the caller unmaps.
   virtual void keep(std::shared_ptr<Background> background, const char* segment) = 0;
-  // This rank makes no more requests. Peers that have not received `last_seq` from every rank may still read its
-  // segment.
-  virtual void leave(const uint64_t (&last_seq)[2]) = 0;
+  // This rank makes no more requests. Peers that have not received `last_seqs`, a sequence number for each channel and
+  // kind, from every rank may still read its segment.
+  virtual void leave(const std::vector<uint64_t>& last_seqs) = 0;
 };
 
 }  // namespace moe_rt

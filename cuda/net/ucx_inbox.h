@@ -27,7 +27,7 @@ class UcxInbox {
     if (head_bytes != sizeof(m)) return;
     std::memcpy(&m, head, sizeof(m));
     if (m.secret != secret_ || m.source >= peers_.size() || peers_[m.source].lost()) return;
-    if (!is_here || !can_be_meant(m, bytes, layout_, int(peers_.size())) || !obey(m, data)) {
+    if (!is_here || !can_be_meant(m, bytes, layout_) || !obey(m, data)) {
       peers_[m.source].lose("it sent a malformed message");
     }
   }

@@ -37,14 +37,14 @@ constexpr bool lies_within(int64_t offset, int64_t bytes, int64_t size) {
   return offset >= 0 && bytes >= 0 && bytes <= size && offset <= size - bytes;
 }
 
-constexpr bool is_mailbox(int64_t offset, const Layout& layout, int num_ranks) {
-  const int64_t from_first = offset - layout.mailboxes, size = sizeof(Mailbox);
-  return from_first >= 0 && from_first % size == 0 && from_first / size < int64_t{kNumKinds} * num_ranks;
+constexpr bool is_mailbox(int64_t offset, const Layout& layout) {
+  return offset >= layout.mailboxes && offset < layout.members &&
+         (offset - layout.mailboxes) % int64_t{sizeof(Mailbox)} == 0;
 }
 
 // True if a rank with a segment like this one's may have sent the message, followed by data_bytes bytes. Replies are
 // compared with the request by its sender (ucx_peer.h).
-constexpr bool can_be_meant(const Message& m, uint64_t data_bytes, const Layout& layout, int num_ranks) {
+constexpr bool can_be_meant(const Message& m, uint64_t data_bytes, const Layout& layout) {
   switch (m.ask) {
     case Ask::kGet:
       return data_bytes == 0 && m.bytes <= tuning::kMessageBytes && lies_within(m.offset, m.bytes, layout.bytes);
@@ -53,7 +53,7 @@ constexpr bool can_be_meant(const Message& m, uint64_t data_bytes, const Layout&
     case Ask::kPutAll:  // each place is checked before any is written
       return uint64_t(m.bytes) == data_bytes && m.bytes <= tuning::kMessageBytes && data_bytes % sizeof(SmallPut) == 0;
     case Ask::kPost:
-      return data_bytes == sizeof(Header) && is_mailbox(m.offset, layout, num_ranks);
+      return data_bytes == sizeof(Header) && is_mailbox(m.offset, layout);
     case Ask::kGot:
       return uint64_t(m.bytes) == data_bytes;
     case Ask::kFlush:

@@ -54,7 +54,7 @@ void UcxNetwork::end_driving() { worker_->set_driven(false); }
 void UcxNetwork::keep(std::shared_ptr<Background> background, const char* segment) {
   worker_->keep(std::move(background), segment);
 }
-void UcxNetwork::leave(const uint64_t (&last_seq)[2]) { worker_->leave(last_seq); }
+void UcxNetwork::leave(const std::vector<uint64_t>& last_seqs) { worker_->leave(last_seqs); }
 
 std::string UcxNetwork::version(const char* library) {
   unsigned parts[3];

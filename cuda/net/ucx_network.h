@@ -46,7 +46,7 @@ class UcxNetwork final : public Network {
   void begin_driving() override;
   void end_driving() override;
   void keep(std::shared_ptr<Background> memory, const char* segment) override;
-  void leave(const uint64_t (&last_seq)[2]) override;
+  void leave(const std::vector<uint64_t>& last_seqs) override;
 
   // Version of a library, "1.22.0". Throws like Api::open.
   static std::string version(const char* library);

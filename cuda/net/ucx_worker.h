@@ -104,14 +104,14 @@ class UcxWorker {
   }
 
   // The thread ends once no peer reads this segment any more.
-  void leave(const uint64_t (&last_seq)[kNumKinds]) {
+  void leave(const std::vector<uint64_t>& last_seqs) {
     const std::lock_guard lock(mutex_);
     if (leaving_ || stop_) return;
     leaving_ = true, left_ = Clock::now();
-    for (int kind = 0; kind < kNumKinds; ++kind) last_seq_[kind] = last_seq[kind];
+    last_seqs_ = last_seqs;
     for (UcxPeer& p : peers_) {
       if (!p.can_be_asked()) continue;
-      for (int kind = 0; kind < kNumKinds; ++kind) {
+      for (size_t kind = 0; kind < last_seqs_.size(); ++kind) {
         p.put(mailbox_offset(kind, rank_) + int64_t{offsetof(Mailbox, closed)}, &kOne, sizeof(kOne));
       }
       p.flush();
@@ -171,8 +171,9 @@ class UcxWorker {
     if (status == ucx::kOk) return;
     throw std::runtime_error(std::string("UCX could not ") + what + ": " + api_.status_string(status));
   }
-  int64_t mailbox_offset(int kind, int source) const {
-    return layout_.mailboxes + (int64_t{kind} * int64_t(peers_.size()) + source) * int64_t{sizeof(Mailbox)};
+  // Kinds are those of all channels, in order.
+  int64_t mailbox_offset(size_t kind, int source) const {
+    return layout_.mailboxes + (int64_t(kind * peers_.size()) + source) * int64_t{sizeof(Mailbox)};
   }
 
   void make(int descriptor) {
@@ -238,7 +239,7 @@ class UcxWorker {
   }
 
   // True if no peer reads this segment any more, and all have received this rank's messages. A peer that has closed, or
-  // has announced a later op, has read everything that this rank announced. Once the group has ended, peers read only
+  // has announced a later op of a channel, has read everything that this rank announced there. Once the group has ended, peers read only
   // last words.
   bool everyone_is_done() const {
     const bool over = load_acquire(*reinterpret_cast<const uint64_t*>(segment_ + layout_.poison)) != 0;
@@ -251,11 +252,15 @@ class UcxWorker {
     return true;
   }
   bool has_gone_on(int peer) const {
-    for (int kind = 0; kind < kNumKinds; ++kind) {
-      const auto& mailbox = *reinterpret_cast<const Mailbox*>(segment_ + mailbox_offset(kind, peer));
-      if (load_acquire(mailbox.closed) || reached(load_acquire(mailbox.signal), last_seq_[kind] + 1)) return true;
+    for (size_t channel = 0; channel < last_seqs_.size(); channel += kNumKinds) {
+      bool gone_on = false;
+      for (size_t kind = channel; kind < channel + kNumKinds; ++kind) {
+        const auto& mailbox = *reinterpret_cast<const Mailbox*>(segment_ + mailbox_offset(kind, peer));
+        gone_on |= load_acquire(mailbox.closed) || reached(load_acquire(mailbox.signal), last_seqs_[kind] + 1);
+      }
+      if (!gone_on) return false;
     }
-    return false;
+    return true;
   }
 
   void wake_up() {
@@ -293,7 +298,7 @@ class UcxWorker {
   std::mutex mutex_;
   std::condition_variable changed_;
   bool driven_ = false, leaving_ = false, stop_ = false;
-  uint64_t last_seq_[kNumKinds] = {};
+  std::vector<uint64_t> last_seqs_;  // of each channel and kind
   Clock::time_point left_;
 };
 

@@ -94,7 +94,7 @@ void bind_shape(nb::module_& m) {
       .def(
           "__init__",
           [](Shape* self, int num_ranks, int num_experts, int num_max_tokens, int hidden, int num_topk, int elem_bytes,
-             bool by_token, int alignment, int num_pushed_tokens, int num_pushed_rows, int sums,
+             bool by_token, int alignment, int num_pushed_tokens, int num_pushed_rows, int sums, int depth,
              const std::vector<int32_t>& node_of) {
             const Shape shape{.num_ranks = num_ranks,
                               .num_experts = num_experts,
@@ -107,15 +107,18 @@ void bind_shape(nb::module_& m) {
                               .alignment = alignment,
                               .num_pushed_tokens = num_pushed_tokens,
                               .num_pushed_rows = num_pushed_rows,
-                              .sums = static_cast<Sums>(sums)};
+                              .sums = static_cast<Sums>(sums),
+                              .depth = depth};
             new (self) Shape(NodeTables::sized(shape, node_of));
           },
           nb::kw_only(), nb::arg("num_ranks"), nb::arg("num_experts"), nb::arg("num_max_tokens"), nb::arg("hidden"),
           nb::arg("num_topk"), nb::arg("elem_bytes"), nb::arg("by_token"), nb::arg("alignment"),
-          nb::arg("num_pushed_tokens"), nb::arg("num_pushed_rows"), nb::arg("sums"), nb::arg("node_of"))
+          nb::arg("num_pushed_tokens"), nb::arg("num_pushed_rows"), nb::arg("sums"), nb::arg("depth"),
+          nb::arg("node_of"))
       .def("row_bytes", &Shape::row_bytes)
       .def(
-          "tokens_at", [](const Shape& s, int window) { return Layout::make(s).window[window].tokens; },
+          "tokens_at",
+          [](const Shape& s, int window) { return Layout::of_channel(s, window / 2).window[window % 2].tokens; },
           nb::arg("window"))
       .def(
           "staged_at",

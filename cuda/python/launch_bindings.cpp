@@ -72,10 +72,11 @@ void bind_group(nb::module_& m) {
   nb::class_<World>(m, "World")
       .def(
           "__init__",
-          [](World* self, const Shape& shape, int rank, uint64_t config_hash, Address position, Address owner,
-             Address rank_first, Address entries, Address base, Address mirror, const Nodes& nodes) {
+          [](World* self, const Shape& shape, int channel, int rank, uint64_t config_hash, Address position,
+             Address owner, Address rank_first, Address entries, Address base, Address mirror, const Nodes& nodes,
+             uint64_t plan_mark) {
             new (self) World{.shape = shape,
-                             .layout = Layout::make(shape),
+                             .layout = Layout::of_channel(shape, channel),
                              .placement = {.position = at<int32_t>(position),
                                            .owner = at<int32_t>(owner),
                                            .rank_first = at<int32_t>(rank_first),
@@ -84,13 +85,14 @@ void bind_group(nb::module_& m) {
                              .mirror = at<char*>(mirror),
                              .rank = rank,
                              .config = config_hash,
-                             .plan_mark = new_plan_mark(),
+                             .plan_mark = plan_mark,
                              .nodes = nodes};
           },
-          nb::kw_only(), nb::arg("shape"), nb::arg("rank"), nb::arg("config_hash"), nb::arg("position"),
-          nb::arg("owner"), nb::arg("rank_first"), nb::arg("entries"), nb::arg("base"), nb::arg("mirror"),
-          nb::arg("nodes"))
+          nb::kw_only(), nb::arg("shape"), nb::arg("channel"), nb::arg("rank"), nb::arg("config_hash"),
+          nb::arg("position"), nb::arg("owner"), nb::arg("rank_first"), nb::arg("entries"), nb::arg("base"),
+          nb::arg("mirror"), nb::arg("nodes"), nb::arg("plan_mark"))
       .def_prop_ro("address", [](const World& w) { return reinterpret_cast<Address>(&w); });
+  m.def("new_plan_mark", &new_plan_mark);
   MOE_RT_BIND(m, Control, MOE_RT_CONTROL).def_rw("tag", &Control::tag);
 }
 
@@ -256,7 +258,7 @@ void bind_links(nb::module_& m) {
       [](const Shape& shape, int rank) {
         const Layout layout = Layout::make(shape);
         std::vector<int64_t> marks;
-        for (int i = 0; i < 2 * shape.num_ranks; ++i) {
+        for (int i = 0; i < shape.depth * kNumKinds * shape.num_ranks; ++i) {
           if (i % shape.num_ranks == rank) continue;
           marks.push_back(layout.mailboxes + i * int64_t{sizeof(Mailbox)} + int64_t{offsetof(Mailbox, closed)});
         }

@@ -66,6 +66,8 @@ class Buffer:
             these sums are added in rank order. "invariant": a token's rows return one by one and are added in the order
             of its topk_idx, so results have the same bits for any number of ranks, placement, heap and route
             (docs/howto/equal_bits.md). Not with layout="tokens".
+        depth: ops that may be under way, begun with wait=False and not waited for; identical on every rank. Memory and
+            windows are multiplied by it (docs/protocol.md); results are the same. Not with overflow="retry".
         timeout_s: seconds an op waits for a peer before PeerTimeout ends the group; math.inf disables the timeout.
         init_timeout_s: seconds that all waits of the constructor may take together.
         placement: rank of each expert, length E, or a Placement; None places contiguous blocks.
@@ -101,6 +103,7 @@ class Buffer:
         combine_dtype: torch.dtype | None = None,
         route: Route | Literal["auto"] = "auto",
         sums: Sums = "ranked",
+        depth: int = 1,
         timeout_s: float = 120.0,
         init_timeout_s: float = 300.0,
         placement: Placement | Sequence[int] | None = None,
@@ -116,6 +119,7 @@ class Buffer:
             combine_dtype=combine_dtype,
             route=route,
             sums=sums,
+            depth=depth,
             timeout_s=timeout_s,
             init_timeout_s=init_timeout_s,
             placement=placement,
@@ -123,15 +127,10 @@ class Buffer:
             num_sms=num_sms,
             tuning=tuning,
         )
-        sizes: dict[str, Any] = {
-            "num_max_tokens_per_rank": num_max_tokens_per_rank,
-            "hidden": hidden,
-            "num_topk": num_topk,
-            "num_experts": num_experts,
-            "dtype": dtype,
-            "layout": layout,
-            "expert_alignment": expert_alignment,
-        }
+        sizes: dict[str, Any] = dict(
+            num_max_tokens_per_rank=num_max_tokens_per_rank, hidden=hidden, num_topk=num_topk, num_experts=num_experts,
+            dtype=dtype, layout=layout, expert_alignment=expert_alignment,
+        )  # fmt: skip
         rendezvous = rendezvous_of(group)
         self.rank, self.num_ranks = rendezvous.rank, rendezvous.size
         self.process_group = rendezvous.group if isinstance(rendezvous, StoreRendezvous) else None  # None: threads

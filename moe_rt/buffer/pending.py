@@ -11,7 +11,7 @@ T = TypeVar("T")
 class Pending(Generic[T]):
     """Result of `Buffer.dispatch` or `Buffer.combine` with wait=False.
 
-    The op's inputs must not change before `wait`. Every rank waits for the op before it calls another op of the buffer.
+    The op's inputs must not change before `wait`. At most `depth` ops of a buffer are under way; one more is refused.
     """
 
     __slots__ = ("_arguments", "_finish", "_result")
@@ -25,7 +25,8 @@ class Pending(Generic[T]):
         May be called on another thread than the op. On a GPU the host does not wait: the current stream does.
 
         Raises:
-            InvalidInput: this op was waited for already, or an error has ended it; only on this rank.
+            InvalidInput: this op was waited for already, or another call has ended it, and `depth` others have begun
+                since; only on this rank.
             MoeRtError: see the op.
         """
         return self._result(self._finish(*self._arguments))

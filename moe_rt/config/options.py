@@ -36,6 +36,7 @@ class SharedOptions:
     combine_dtype: torch.dtype | None = None
     route: Route | Literal["auto"] = "auto"
     sums: Sums = "ranked"
+    depth: int = 1
     tuning: Tuning = field(default=Tuning(), repr=False)
 
     def check_shared(self, dtype: torch.dtype) -> None:
@@ -53,6 +54,10 @@ class SharedOptions:
         routes = ("auto", *get_args(Route))
         expect(self.route in routes, "route", self.route, f"one of {routes}")
         expect(self.sums in get_args(Sums), "sums", self.sums, f"one of {get_args(Sums)}")
+        depth = self.depth
+        expect(isinstance(depth, int) and 0 < depth < 2**31, "depth", depth, "a positive 32-bit integer")
+        retries = self.overflow == "retry" and depth > 1
+        expect(not retries, "overflow", "retry", f'"raise" or "drop" with depth = {depth}: ranks may wait in any order')
         factor = self.capacity_factor
         positive = factor is None or (math.isfinite(factor) and factor > 0)
         expect(positive, "capacity_factor", factor, "None or a finite number > 0")

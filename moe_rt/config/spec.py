@@ -79,6 +79,7 @@ class BufferSpec(SharedOptions):
         expected = '"ranked" with layout="tokens", whose rows are sums over the experts of one rank'
         expect(options.sums == "ranked" or layout == "experts", "sums", options.sums, expected)
         shared = {f.name: getattr(options, f.name) for f in fields(SharedOptions)}
+        shared["depth"] = int(options.depth)  # as expert_alignment
         if options.capacity_factor is not None:
             shared["capacity_factor"] = float(options.capacity_factor)
         placement = Placement.make(options.placement, num_experts, num_ranks)
@@ -88,7 +89,7 @@ class BufferSpec(SharedOptions):
             raise SizeOverflow(f"group: got {num_ranks} ranks, expected below 2**15")
         if rows >= 2**31:
             raise SizeOverflow(f"num_ranks * num_max_tokens_per_rank * num_topk: got {rows} rows, expected below 2**31")
-        if num_max_tokens_per_rank * (hidden + 64) * dtype.itemsize * (2 + 2 * num_topk) >= 2**47:
+        if options.depth * num_max_tokens_per_rank * (hidden + 64) * dtype.itemsize * (2 + 2 * num_topk) >= 2**47:
             raise SizeOverflow(f"segment: got about 2**47 bytes or more for hidden = {hidden}, expected less")
         return spec
 
@@ -141,6 +142,7 @@ class BufferSpec(SharedOptions):
             num_pushed_tokens=min(tokens, tuning.pushed_tokens) if pushes else 0,
             num_pushed_rows=rows if pushes else 0,
             sums=get_args(Sums).index(self.sums),
+            depth=self.depth,
             node_of=self.node_of,
         )
 

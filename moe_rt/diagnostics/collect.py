@@ -20,6 +20,8 @@ from moe_rt.group.processes import Watch, state_letter
 MOST_LINES = 4  # maximum lines of a conclusion
 MOST_CALLS = 4  # maximum different calls that a disagreement shows
 FIRST_KIND = ("dispatch", "combine_backward")  # the ops of KINDS[0]
+# Statuses of ops after which a rank goes on.
+_GOES_ON = {code.name.lower() for code in Code if code < Code.CONFIG_MISMATCH}
 # States by their letter in /proc/<pid>/stat, "" if it cannot be read. All other letters mean "running".
 _PROCESS_STATES = {"": "unknown", "T": "stopped", "t": "stopped", "Z": "dead", "X": "dead"}
 
@@ -105,7 +107,7 @@ def _reachable(waits_for: Sequence[set[int]], start: int) -> set[int]:
 def _rank_report(rank: int, view: _View, segments: Sequence[_engine.SegmentReport], now: int) -> RankReport:
     own = view.segment
     ops = [] if own is None else [_op_record(op_record) for op_record in own.op_records]
-    waits_for = [] if own is None or view.process == "dead" else _missing(own)
+    waits_for = [] if own is None or view.process == "dead" else _missing(own, ops)
     closed = any(s.closed_to[rank] for s in segments)
     return RankReport(
         rank=rank,
@@ -119,7 +121,7 @@ def _rank_report(rank: int, view: _View, segments: Sequence[_engine.SegmentRepor
         poison="" if own is None else _poison(own.poison),
         last_words="" if own is None else readable(own.last_words),
         waits_for=waits_for,
-        state=_state(view, closed, waits_for, ops[-1] if ops else None, now),
+        state=_state(view, closed, waits_for, _current(ops) if ops else None, now),
         num_torn=0 if own is None else own.num_torn,
         last_ops=ops,
     )
@@ -146,16 +148,21 @@ def _op_record(f: _engine.OpRecord) -> OpRecord:
     )
 
 
-def _missing(segment: _engine.SegmentReport) -> list[int]:
+def _missing(segment: _engine.SegmentReport, ops: Sequence[OpRecord]) -> list[int]:
     """Return the ranks that have not announced the op that this rank waits or failed in, or have not passed it on."""
-    if not segment.op_records:
+    if not ops:
         return []
-    last = segment.op_records[-1]
+    last = _current(ops)
     waiting = last.announced_ns > 0 and last.arrived_ns == 0
-    failed = last.end_ns > 0 and last.code >= Code.CONFIG_MISMATCH
-    kind = _kind(last.op)
+    failed = last.end_ns > 0 and last.status not in _GOES_ON
+    kind = int(last.op not in FIRST_KIND)
     announcements = zip(segment.announced[kind], segment.announcers[kind], strict=True)
     return sorted({announcer for seq, announcer in announcements if seq < last.seq}) if waiting or failed else []
+
+
+def _current(ops: Sequence[OpRecord]) -> OpRecord:
+    """Return the op that a rank is or failed in: of several under way the first, which ends first. Else the last."""
+    return next((op for op in ops if op.status not in _GOES_ON), ops[-1])
 
 
 def _kind(op: int) -> int:
@@ -197,7 +204,7 @@ def _conclude(ranks: list[RankReport], late: list[int]) -> str:
     for rank in late[:MOST_LINES]:
         waiting = [r for r in ranks if rank in r.waits_for]
         verb = "waits" if len(waiting) == 1 else "wait"
-        op = waiting[0].last_ops[-1]
+        op = _current(waiting[0].last_ops)
         kind = KINDS[op.op not in FIRST_KIND]
         done = "passed on" if ranks[rank].announced[kind] >= op.seq else "announced"
         wanted = f"{op}, for which {name_ranks([r.rank for r in waiting])} {verb}"

@@ -201,11 +201,15 @@ def _make_cuda_engine(
                     'overflow: got "retry" on CUDA, where the host sees no overflow; expected "raise" or "drop"'
                 )
             shared, sending_part = segments.streams is not None, spec.tuning.sending_part
-            blocks = blocks_of_a_wait(spec.num_ranks, gpu, options.num_sms, shared=shared, sending_part=sending_part)
+            num_waits = spec.num_ranks * spec.depth  # each may be on a stream of its own
+            blocks = blocks_of_a_wait(num_waits, gpu, options.num_sms, shared=shared, sending_part=sending_part)
         own = {"blocks": blocks, "unmapped": 0 in segments.addresses}
         seen = all_gather_records(rendezvous, own, init_timeout_s, "use its GPU")
         network = None
-        if spec.node_of or any(r["unmapped"] for r in seen):
+        over_network = bool(spec.node_of) or any(r["unmapped"] for r in seen)
+        allowed = "1 for GPUs in two levels, or that do not all map each other"
+        expect(spec.depth == 1 or not over_network, "depth", spec.depth, allowed)
+        if over_network:
             most = max(r["blocks"] for r in seen)  # symmetric memory has one size on every rank
             network = allocate(rendezvous, network_bytes(spec, most), init_timeout_s, gpu)
             on_error.callback(network.release)

@@ -108,8 +108,8 @@ class CpuEngine(Engine):
         return self._engine.next_token_window()
 
     def _run(self, op: Op, args: Args, tag: int) -> None:
-        if self._begun is not None:
-            self._refuse_second(op, tag)
+        if self._begun:
+            self._end_before(op, tag)
         if self._windows is not None:
             self._windows.retire()
         failed = self._ops[op](args, tag)
@@ -120,8 +120,12 @@ class CpuEngine(Engine):
         if self._windows is not None:
             self._windows.retire()
         failed = self._engine.begin(begun.args, begun.tag)
-        if failed is not None:
-            raise self._error(failed)
+        if failed is None:
+            return
+        error = self._error(failed)
+        if failed.code == Code.INVALID_INPUT:  # not announced yet
+            self._refuse(begun.op, begun.tag, error, failed.got, failed.expected)
+        raise error
 
     def _run_second(self, begun: Begun) -> None:
         failed = self._engine.finish(begun.args, begun.tag)
@@ -136,8 +140,7 @@ class CpuEngine(Engine):
 
     def _refuse(self, op: Op, tag: int, error: MoeRtError, got: int, expected: int) -> NoReturn:
         """Announce the refusal, then raise `error`. If the group has failed, raise that, caused by `error`."""
-        if self._begun is not None:
-            self._end_begun(self._begun)
+        self._end_ops(self._begun)
         code = refusal_code(error)
         status = self._engine.refuse(op=op, code=code, got=got, expected=expected, tag=tag)
         if status.code >= Code.CONFIG_MISMATCH:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, NoReturn
@@ -113,15 +114,21 @@ class CudaEngine(Engine):
     ) -> None:
         super().__init__(spec, rank, gpu.device, timeout_s)
         self._segments, self._network, self._gpu = segments, network, gpu
-        self._launcher = Launcher(
-            spec, rank, segments, network, gpu, timeout_s=timeout_s, max_blocks=max_blocks, num_sms=num_sms
-        )
+        plan_mark = _engine.new_plan_mark()
+
+        def launcher(channel: int) -> Launcher:
+            return Launcher(
+                spec, rank, segments, network, gpu, timeout_s=timeout_s, max_blocks=max_blocks, num_sms=num_sms,
+                channel=channel, plan_mark=plan_mark,
+            )  # fmt: skip
+
+        # Launchers of the next op's channel, and of the others in the order of their turns.
+        self._launcher, *others = map(launcher, range(spec.depth))
+        self._others = deque(others)
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._ended: MoeRtError | None = None
-        # The device's turns of windows. They hold only while it runs exactly the ops queued here; a replay runs others.
-        self._selector, self._captured = _engine.WindowSelector(), False
-        self._closed = False
+        self._captured = self._closed = False
 
     def _rows(self, num_rows: int, like: Tensor) -> Tensor:
         return like.new_empty(num_rows, self.spec.hidden)
@@ -141,11 +148,13 @@ class CudaEngine(Engine):
         return False  # the host does not see the overflow
 
     def _next_window(self) -> int | None:
-        return None if self._captured or self._gpu.is_capturing() else self._selector.next(Op.DISPATCH)
+        if self._captured or self._gpu.is_capturing():  # a replay runs ops that are not queued here
+            return None
+        return 2 * self._launcher.channel + self._launcher.windows.next(Op.DISPATCH)
 
     def _run(self, op: Op, args: Args, tag: int) -> None:
-        if self._begun is not None:
-            self._refuse_second(op, tag)
+        if self._begun:
+            self._end_before(op, tag)
         try:
             with self._exclusive(op):
                 self.health()
@@ -158,12 +167,16 @@ class CudaEngine(Engine):
             raise
 
     def _has_announced(self, op: Op) -> None:
-        self._selector.take(op)
+        self._launcher.windows.take(op)
+        if self._others:
+            self._others.append(self._launcher)
+            self._launcher = self._others.popleft()
         self._captured = self._captured or self._gpu.is_capturing()
         if self._windows is not None:
             self._windows.retire()
 
     def _run_first(self, begun: Begun) -> None:
+        begun.launcher = self._launcher
         self._run_half(begun, self._launches(begun.op, begun.args)[:1])
         begun.stream, begun.captured = self._gpu.current(), self._gpu.is_capturing()
         self._has_announced(begun.op)
@@ -181,8 +194,8 @@ class CudaEngine(Engine):
             with self._exclusive(begun.op):
                 self.health()
                 stream = self._stream()
-                self._launcher.set_call(begun.args, begun.tag)
-                self._launcher.launch_half(queue, stream)
+                begun.launcher.set_call(begun.args, begun.tag)
+                begun.launcher.launch_half(queue, stream)
         except (LaunchFailed, CompileError) as error:
             self._end(Code.POISONED, error)
             raise
@@ -261,9 +274,10 @@ class CudaEngine(Engine):
             raise GroupPoisoned(
                 f"rank {self.rank} ended the group: {self._ended.args[0]}", rank=self.rank
             ) from self._ended
-        status = self._launcher.reported()
-        if status is not None:
-            raise error_from_status(status, self.rank, self.timeout_s)
+        for launcher in (self._launcher, *self._others):
+            status = launcher.reported()
+            if status is not None:
+                raise error_from_status(status, self.rank, self.timeout_s)
 
     def timings(self) -> dict[str, Any]:
         raise InvalidConfig("timings: got a CUDA buffer, whose ops the host does not watch; expected a CPU buffer")
@@ -295,7 +309,8 @@ class CudaEngine(Engine):
             self._tell_peers("leave", 0)
             held = [self._segments] if self._network is None else [self._segments, self._network]
             regions = [m for segments in held for m in segments.mappings if isinstance(m, Tensor)]
-            for memory in (*self._launcher.memory, self._launcher.record, *regions):
+            kept = [m for launcher in (self._launcher, *self._others) for m in (*launcher.memory, launcher.record)]
+            for memory in (*kept, *regions):
                 self._gpu.outlive_stream(memory)
         self._closed = True
         self._segments.release()
@@ -304,8 +319,9 @@ class CudaEngine(Engine):
 
     def _tell_peers(self, kernel: str, code: int) -> None:
         with self._lock:
-            self._launcher.set_call(_engine.EndArgs(code=code), 0)
-            self._launcher.launch([(kernel, 1)], self._gpu.stream())
+            for launcher in (self._launcher, *self._others):
+                launcher.set_call(_engine.EndArgs(code=code), 0)
+                launcher.launch([(kernel, 1)], self._gpu.stream())
 
 
 def blocks_of_a_wait(

@@ -337,7 +337,7 @@ class Engine(Halves):
     def token_window(self, num_tokens: int, compiled: bool = False) -> Tensor:
         """Return [num_tokens, H] for the next op, or ordinary memory if `compiled`; see moe_rt.Buffer.token_window."""
         self.health()
-        self._require_none_begun()
+        self._require_place()
         window = require_window(self.spec, self.rank, num_tokens, self._next_window())
         if compiled:
             return self._matrix(num_tokens, self.spec.hidden, self.spec.dtype)

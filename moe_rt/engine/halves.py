@@ -1,7 +1,8 @@
 """Ops in two halves: one announces the op and returns, the other waits for the peers and receives.
 
-One op is under way at a time, because a rank may write a window again only after it has received all signals of the op
-before (docs/protocol.md). A call in between first ends the op under way, then is refused on every rank.
+As many ops as the buffer's depth may be under way, because a rank may write a window again only after it has received
+all signals of an earlier op (docs/protocol.md). One call more first ends all of them, then is refused on every rank.
+Ops end in the order in which they began: a wait, or a whole op, first ends the ops before.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Begun:
     tag: int
     used: tuple[Tensor | None, ...]
     outputs: Any
+    launcher: Any = None  # of the channel in which it began on a GPU
     stream: Any = None  # the GPU's stream on which it began
     captured = False
     error: MoeRtError | None = None
@@ -56,7 +58,9 @@ class Begun:
 class Halves(Requirements):
     """The halves of the ops of an engine."""
 
-    _begun: Begun | None = None  # the op under way, or the last one that was ended by another call
+    # Ops without a wait so far, in the order in which they began: first the ended ones, which other calls have ended,
+    # then the ones under way. An ended one is forgotten once as many ops have begun as may be under way.
+    _begun: tuple[Begun, ...] = ()
 
     def begin(self, op: Op, method: str, *given: Any) -> Tensor:
         """Run the first half of an op, whose whole is `method` with the arguments `given`. Return its ticket."""
@@ -77,12 +81,14 @@ class Halves(Requirements):
         Raises:
             InvalidInput: the op is not under way. Also what `method` raises.
         """
-        begun = self._begun
-        if begun is None or begun.method != method or begun.ticket.data_ptr() != ticket.data_ptr():
-            last = "none is under way" if begun is None else f"{begun} is under way"
-            raise InvalidInput(f"wait: got an op that was waited for already, or lost ({last}); expected one wait each")
-        self._end_begun(begun)
-        self._begun = None
+        named = [b for b in self._begun if b.method == method and b.ticket.data_ptr() == ticket.data_ptr()]
+        if not named:
+            left = ", ".join(map(str, self._begun)) or "none"
+            message = f"wait: got an op that was waited for already, or lost ({left} under way); expected one wait each"
+            raise InvalidInput(message)
+        (begun,) = named
+        self._end_ops(self._begun[: self._begun.index(begun) + 1])
+        self._begun = tuple(b for b in self._begun if b is not begun)
         if isinstance(begun.error, CapacityOverflow) and self._grow(
             begun.given[-1] or self.spec.num_max_tokens_per_rank
         ):
@@ -96,35 +102,51 @@ class Halves(Requirements):
 
     def _start(self, begun: Begun, args: Args, tag: int, *used: Tensor | None) -> None:
         begun.args, begun.tag, begun.used = args, tag, used
-        if self._begun is not None:
-            self._refuse_second(begun.op, tag)
+        if self._begun:
+            self._refuse_too_many(begun.op, tag)
         self._run_first(begun)
-        self._begun = begun
+        self._begun = (*self._begun, begun)[-self.spec.depth :]
 
-    def _end_begun(self, begun: Begun) -> None:
-        """Run the second half, and keep its error for the caller that waits."""
-        if begun.ended:
+    def _end_ops(self, all_begun: tuple[Begun, ...]) -> None:
+        """Run the second halves of ops that are under way, and keep their errors for the callers that wait."""
+        for begun in all_begun:
+            if begun.ended:
+                continue
+            try:
+                self._run_second(begun)
+            except ConcurrentUse:  # another thread waits for it
+                raise
+            except MoeRtError as error:
+                begun.error = error.with_traceback(None)  # whose frames would keep this engine
+            begun.ended = True
+
+    def _end_before(self, op: Op, tag: int) -> None:
+        """End the ops that are under way before a whole op."""
+        self._refuse_too_many(op, tag)
+        self._end_ops(self._begun)
+
+    def _refuse_too_many(self, op: Op, tag: int) -> None:
+        """Refuse a call on every rank, after the ops under way have ended, if these are as many as may be."""
+        first = self._first_of_too_many()
+        if first is None:
             return
-        try:
-            self._run_second(begun)
-        except ConcurrentUse:  # another thread waits for it
-            raise
-        except MoeRtError as error:
-            begun.error = error.with_traceback(None)  # whose frames would keep this engine
-        begun.ended = True
+        self._end_ops(self._begun)
+        called = f"got {op.name.lower()} while {first} was begun and not waited for"
+        self._refuse_input(op, tag, f"wait: {called}, expected its wait() first{self._allowed()}")
 
-    def _refuse_second(self, op: Op, tag: int) -> None:
-        """End an op that is under way, and refuse on every rank the call that came before its wait."""
-        begun = self._begun
-        if begun is None or begun.ended:
-            return
-        self._end_begun(begun)
-        called = f"got {op.name.lower()} while {begun} was begun and not waited for"
-        self._refuse_input(op, tag, f"wait: {called}, expected its wait() first")
+    def _require_place(self) -> None:
+        first = self._first_of_too_many()
+        if first is not None:
+            called = f"got a call while {first} is under way"
+            raise InvalidInput(f"token_window: {called}, expected its wait() first{self._allowed()}")
 
-    def _require_none_begun(self) -> None:
-        if self._begun is not None and not self._begun.ended:
-            raise InvalidInput(f"token_window: got a call while {self._begun} is under way, expected its wait() first")
+    def _first_of_too_many(self) -> Begun | None:
+        """Return the first op under way if no other may begin."""
+        under_way = [begun for begun in self._begun if not begun.ended]
+        return under_way[0] if len(under_way) == self.spec.depth else None
+
+    def _allowed(self) -> str:
+        return "" if self.spec.depth == 1 else f": depth = {self.spec.depth} ops may be under way"
 
     @abstractmethod
     def _run_first(self, begun: Begun) -> None:

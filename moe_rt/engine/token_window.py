@@ -42,7 +42,7 @@ def require_window(spec: BufferSpec, rank: int, num_tokens: Any, window: int | N
 
 
 class TokenWindows:
-    """Both windows of one rank, and which of them was handed out for the next op.
+    """Token windows of one rank, two of each channel, and which of them was handed out for the next op.
 
     Args:
         shape: sizes of the segment.
@@ -53,7 +53,7 @@ class TokenWindows:
     def __init__(self, spec: BufferSpec, shape: _engine.Shape, address: int, device: torch.device, keep: Any) -> None:
         itemsize, num_rows = spec.dtype.itemsize, spec.num_max_tokens_per_rank
         pitch = shape.row_bytes()
-        self._starts = tuple(address + shape.tokens_at(window) for window in range(2))
+        self._starts = tuple(address + shape.tokens_at(window) for window in range(2 * spec.depth))
         self._num_bytes = num_rows * pitch
         with torch.inference_mode(False):  # tensors made in inference mode never count changes, even in later modes
             self._rows = tuple(

@@ -55,7 +55,7 @@ class MoEConfig(RouterConfig, ExpertsConfig, BufferOptions):
         shared_gate: scale the shared expert's output by a sigmoid gate (Qwen2-MoE).
         num_chunks: chunks of a batch that are exchanged by themselves, so that the experts compute one while another is
             under way (docs/howto/overlap.md); "auto" for the number that this group gains by.
-        heap, capacity_factor, overflow, dispatch_dtype, combine_dtype, route, sums, placement, timeout_s,
+        heap, capacity_factor, overflow, dispatch_dtype, combine_dtype, route, sums, depth, placement, timeout_s,
             init_timeout_s, num_threads, num_sms, tuning: see `moe_rt.Buffer`. With sums="invariant" the modules that
             the layer makes also compute each row by itself on the CPU (docs/howto/equal_bits.md).
 

@@ -18,6 +18,7 @@ from support.ranks import ThreadRanks
 from support.rounds import chain, full_round, rounds_in_a_row
 from support.routing import make_spec
 from test_conformance import tokens_for
+from test_depth import random_chain
 from torch.distributed.device_mesh import init_device_mesh
 
 from moe_rt import Buffer
@@ -59,6 +60,11 @@ def test_equal_bits(ranks: NodeRanks, route: str, dtype: torch.dtype) -> None:
         check_bits(name, torch.cat(got), expected)
     spec = make_spec(ranks.size, route=route, dtype=dtype, sums="invariant", num_topk=9, combine_dtype=torch.int8)
     ranks.run(rounds_in_a_row, spec, tokens_for(ranks.size), [1, 2, 3], "random")
+
+
+@pytest.mark.parametrize("depth", [2, pytest.param(3, marks=pytest.mark.sweep)])
+def test_ops_under_way(ranks: NodeRanks, route: str, depth: int) -> None:
+    assert ranks.run(random_chain, 80, depth, depth, route) == [depth] * ranks.size
 
 
 def rows_between_the_halves(group: Any, op: str) -> bool:

@@ -110,7 +110,7 @@ def stub(refuses: bool = False) -> tuple[Any, list[Any]]:
     engine._gpu = SimpleNamespace(stream=lambda: 3, outlive_stream=lambda t: noted.append(names[t.data_ptr()]))
     engine._segments = Segments([1], [], [memory["segment"]], on_release=lambda: noted.append("released"))
     engine._network = Segments([1], [], [memory["network"]], on_release=lambda: noted.append("released"))
-    engine._lock, engine._pid, engine.rank = threading.Lock(), os.getpid(), 1
+    engine._others, engine._lock, engine._pid, engine.rank = (), threading.Lock(), os.getpid(), 1
     engine._ended, engine._closed = None, False
     return engine, noted
 

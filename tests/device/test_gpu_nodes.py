@@ -25,6 +25,7 @@ from moe_rt.errors import (
     CorruptPeer,
     GroupClosed,
     GroupPoisoned,
+    InvalidConfig,
     InvalidInput,
     InvalidRouting,
     MoeRtError,
@@ -58,6 +59,12 @@ def test_equal_to_the_oracle(name: str, lanes: int) -> None:
     dtype = DTYPES[LANES.index(lanes)]
     spec = spec_of(NODES[name], dtype=dtype, placement=[(8 - e) % len(NODES[name]) for e in range(9)])
     ranks_on(NODES[name], lanes).run(full_round, spec, tokens_for(len(NODES[name])), 1, "random")
+
+
+def test_several_ops_under_way_are_refused() -> None:
+    raised = ranks_on(NODES["1+2"]).outcomes(full_round, spec_of(NODES["1+2"], depth=2), [3, 2, 1], 1, "random")
+    assert {type(error) for error in raised} == {InvalidConfig}
+    assert "depth: got 2, expected 1 for GPUs" in str(raised[0])
 
 
 @pytest.mark.parametrize("hidden", [272, pytest.param(300, marks=pytest.mark.sweep)])

@@ -144,7 +144,8 @@ def made(monkeypatch: pytest.MonkeyPatch, spec: Any, timeout_s: float = 1.0) -> 
     monkeypatch.setattr(launcher._engine, "Control", lambda **named: given.update(named) or real(**named))
     gpu: Any = Gpu()
     segments = Segments([4096 * (r + 1) for r in range(spec.num_ranks)], [], [])
-    it = launcher.Launcher(spec, 0, segments, None, gpu, timeout_s=timeout_s, max_blocks=7, num_sms=None)
+    turn = {"channel": 0, "plan_mark": 1}
+    it = launcher.Launcher(spec, 0, segments, None, gpu, timeout_s=timeout_s, max_blocks=7, num_sms=None, **turn)
     monkeypatch.setattr(launcher._engine, "Control", real)
     return it, gpu, given
 

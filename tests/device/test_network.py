@@ -15,7 +15,7 @@ from support.rounds import CPU, chain, full_round
 from support.routing import buffer_kwargs, make_inputs, make_spec
 
 from moe_rt import Buffer
-from moe_rt.errors import MoeRtError
+from moe_rt.errors import InvalidConfig, MoeRtError
 from moe_rt.group.rendezvous import Rendezvous
 from moe_rt.lab.testing.rounds import check_bits, expect, padded
 from moe_rt.memory import loopback
@@ -70,6 +70,12 @@ def test_rows_with_scales(gpu: EmulatedGpu, size: int) -> None:
     """Rows with scales, whose size differs from the buffer's rows, use the same staging."""
     spec = make_spec(size, dtype=torch.bfloat16, placement=[e % size for e in range(9)])
     ThreadRanks(size, gpu).run(scaled_round, spec, PLAIN, [12, 0, 7][:size], [1, 2])
+
+
+def test_several_ops_under_way_are_refused(gpu: EmulatedGpu) -> None:
+    raised = ThreadRanks(2, gpu).outcomes(full_round, make_spec(2, depth=2), [3, 2], 1, "random")
+    assert {type(error) for error in raised} == {InvalidConfig}
+    assert "depth: got 2, expected 1 for GPUs" in str(raised[0])
 
 
 def test_overflow_is_dropped(gpu: EmulatedGpu) -> None:

@@ -94,7 +94,7 @@ def test_offsets_that_lead_outside(name: str, value: int) -> None:
 @pytest.mark.parametrize("num_ranks", [-1, 0, 2**15 - 1, 2**15, 2**31 - 1])
 def test_ranks_that_do_not_fit(num_ranks: int) -> None:
     made = report(patched(20, struct.pack("<i", num_ranks)))
-    assert made.ranks[0].problem.startswith(("ranks: got", "mailboxes: got"))
+    assert made.ranks[0].problem.startswith(("ranks: got", "members: got"))
 
 
 @settings(max_examples=200, deadline=None)

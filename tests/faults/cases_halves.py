@@ -31,11 +31,12 @@ def outcome(call: Callable[[], Any]) -> str:
     return "ok"
 
 
-def between(group: Any, fault: str, **options: Any) -> list[str]:
-    """Rank FAULTY_RANK fails after it has begun an op. Return the outcomes of the wait, and of a round after it."""
-    buffer = open_buffer(group, **options)
+def between(group: Any, fault: str, depth: int = 1, **options: Any) -> list[str]:
+    """Rank FAULTY_RANK fails after it has begun `depth` ops. Return the outcomes of the waits, and of a round after."""
+    buffer = open_buffer(group, depth=depth, **options)
     good_round(buffer)
     pending, faulty = begin(buffer), group.rank() == FAULTY_RANK
+    others = [begin(buffer) for _ in range(buffer.spec.depth - 1)]
     group.barrier().wait()
     if faulty and fault == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -46,7 +47,8 @@ def between(group: Any, fault: str, **options: Any) -> list[str]:
         buffer.close()
     if faulty and fault == "aborts":
         buffer.abort(ValueError("a mistake on purpose"))
-    return [outcome(pending.wait), outcome(lambda: good_round(buffer))]
+    waited = [outcome(each.wait) for each in (pending, *others)]
+    return [*waited, outcome(lambda: good_round(buffer))]
 
 
 def fork_between(group: Any) -> tuple[str, str]:
@@ -104,12 +106,13 @@ def two_waits(group: Any) -> list[str]:
     return sorted(seen)
 
 
-def lost_buffers(group: Any, count: int, **options: Any) -> int:
-    """Make buffers whose op is never waited for. Return how much of them is left in this process."""
+def lost_buffers(group: Any, count: int, depth: int = 1, **options: Any) -> int:
+    """Make buffers whose ops are never waited for. Return how much of them is left in this process."""
     kept = None
     for i in range(count):
-        buffer = open_buffer(group, **options)
-        begin(buffer)
+        buffer = open_buffer(group, depth=depth, **options)
+        for _ in range(buffer.spec.depth):
+            begin(buffer)
         buffer.close()
         del buffer
         if i == 1:

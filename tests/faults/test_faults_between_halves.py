@@ -21,13 +21,20 @@ SIZE = 3
 
 
 @pytest.mark.parametrize(
-    ("fault", "error"),
-    [("dies", "PeerDead"), ("raises", "GroupPoisoned"), ("closes", "GroupClosed"), ("aborts", "GroupPoisoned")],
+    ("fault", "error", "depth"),
+    [
+        ("dies", "PeerDead", 1),
+        ("raises", "GroupPoisoned", 1),
+        ("closes", "GroupClosed", 1),
+        ("aborts", "GroupPoisoned", 1),
+        ("dies", "PeerDead", 2),
+        ("closes", "GroupClosed", 2),
+    ],
 )
-def test_rank_that_fails_between_the_halves(fault: str, error: str) -> None:
-    """It has announced the op, so peers may receive it; the next op fails on all of them."""
+def test_rank_that_fails_between_the_halves(fault: str, error: str, depth: int) -> None:
+    """It has announced the ops under way, so peers may receive them; the next op fails on all of them."""
     ranks = ProcessRanks(SIZE)
-    outcomes = ranks.outcomes(cases.between, fault)
+    outcomes = ranks.outcomes(cases.between, fault, depth)
     ranks.close()
     failed = outcomes.pop(cases.FAULTY_RANK)
     if fault == "dies":
@@ -36,10 +43,10 @@ def test_rank_that_fails_between_the_halves(fault: str, error: str) -> None:
         assert isinstance(failed, ZeroDivisionError)
     else:
         assert failed[0].startswith("GroupClosed: "), failed
-    for waited, after in outcomes:
-        assert waited == "ok" or waited.startswith((error, "GroupPoisoned")), outcomes
+    for *waits, after in outcomes:
+        assert all(waited == "ok" or waited.startswith((error, "GroupPoisoned")) for waited in waits), outcomes
         assert after.startswith((error, "GroupPoisoned")), outcomes
-    assert any(after.startswith(error) for _, after in outcomes), outcomes
+    assert any(after.startswith(error) for *_, after in outcomes), outcomes
 
 
 def test_forked_child(make_ranks: MakeRanks) -> None:
@@ -64,7 +71,7 @@ def test_two_threads_wait(make_ranks: MakeRanks) -> None:
 
 
 def test_ops_that_are_never_waited_for_leave_nothing(make_ranks: MakeRanks) -> None:
-    assert make_ranks("shm", 2).run(cases.lost_buffers, 6) == [0, 0]
+    assert make_ranks("shm", 2).run(cases.lost_buffers, 6, 2) == [0, 0]
 
 
 def failed_by_the_next_call() -> weakref.ref[Engine]:

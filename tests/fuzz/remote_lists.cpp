@@ -54,7 +54,7 @@ struct Copying final : Network {
   void begin_driving() override {}
   void end_driving() override {}
   void keep(std::shared_ptr<Background>, const char*) override {}
-  void leave(const uint64_t (&)[2]) override {}
+  void leave(const std::vector<uint64_t>&) override {}
 };
 
 // Ranks 1 and 2, which rank 0 reaches over the network, have announced a dispatch; rank 0 has no tokens.
@@ -130,7 +130,7 @@ std::set<int> left_a_list;  // in the last call of asked_for_rows
 std::set<int> asked_for_rows(Group& group) {
   Fetching f{group};
   for (const int peer : {1, 2}) f.announce(peer, f.header);
-  HostIdle idle{f.w, Op::kDispatch, kNoSeq, 10.0, true, nullptr, &f.network};
+  HostIdle idle{f.w, Op::kDispatch, 0, kNoSeq, 10.0, true, nullptr, &f.network};
   const bool right = f.peers.end(idle).ok();
   left_a_list = f.network.left;
   return right ? f.network.asked : std::set<int>{-1};
@@ -228,7 +228,7 @@ void clients() {
     w.base = mapped.data();
     Proxy proxy{w, group.nodes[kMe], network};
     w.mirror = proxy.lists();
-    HostIdle idle{w, Op::kDispatch, kNoSeq, 10.0, true, nullptr};
+    HostIdle idle{w, Op::kDispatch, 0, kNoSeq, 10.0, true, nullptr};
     std::vector<int32_t> forwards(2 * kTokens);
     const Status status = proxy.stage<float>(w, kWindow, forwards.data(), 4, idle);
     if (peer == kMe) {

@@ -56,6 +56,7 @@ def test_options_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
         overflow="drop",
         route="flat",
         sums="invariant",
+        depth=2,
         dispatch_dtype=torch.int8,
         combine_dtype=torch.float8_e5m2,
     )

@@ -177,6 +177,36 @@ UNSEEN_TWO_LEVEL = [
     "NODES=12 RUN=1 OPS=2 DIE NO_RELAY",
 ]
 
+# Several ops under way. Each window is used twice, or more often, in a row of ops of one kind.
+HOLDS_DEPTH = [
+    "N=2 OPS=8 RUN=1",
+    "N=2 OPS=8 RUN=8 ANY_END",
+    "N=2 OPS=10 RUN=2 POOL",
+    "N=2 OPS=6 ANY_ORDER",
+    "N=2 OPS=4 RUN=2 REFUSE",
+    "N=2 OPS=4 RAISE",
+    "N=3 OPS=5 RUN=5",
+    "N=2 OPS=10 RUN=5 DEPTH=3",
+]
+
+LONGER_DEPTH = [
+    "N=2 OPS=7 ANY_ORDER",
+    "N=2 OPS=6 RUN=2 REFUSE",
+    "N=3 OPS=6 RUN=6",
+    "N=3 OPS=5 RUN=2",
+    "N=3 OPS=3 RAISE",
+]
+
+REFUTED_DEPTH = [
+    ("N=2 OPS=8 RUN=8 FEWER", "tokens_overwritten"),
+    ("N=2 OPS=8 RUN=8 ONE_MORE", "tokens_overwritten"),
+    ("N=2 OPS=8 RUN=8 ANY_END COUNTED", "tokens_overwritten"),
+    ("N=2 OPS=8 RUN=8 ONE_CHANNEL POOL", "other_op_announced"),
+    ("N=2 OPS=4 RAISE NO_POISON", DEADLOCK),
+    ("N=3 OPS=8 RUN=8 FEWER", "tokens_overwritten"),
+    ("N=2 OPS=12 RUN=12 DEPTH=3 FEWER", "tokens_overwritten"),
+]
+
 REFUTED_SURVIVORS = [
     ("NO_DECISION", "two_groups"),
     ("NO_TIMEOUT", DEADLOCK),
@@ -234,6 +264,10 @@ def check(directory: Path, setting: str, model: str) -> Verdict:
         *(pytest.param(s, "protocol.pml", marks=pytest.mark.sweep) for s in LONGER),
         *((s, "two_level.pml") for s in HOLDS_TWO_LEVEL),
         *(pytest.param(s, "two_level.pml", marks=pytest.mark.sweep) for s in LONGER_TWO_LEVEL),
+        *((s, "depth.pml") for s in HOLDS_DEPTH),
+        *(pytest.param(s, "depth.pml", marks=pytest.mark.sweep) for s in LONGER_DEPTH),
+        *((s, "depth_nodes.pml") for s in ("OPS=6", "OPS=5 DEPTH=3")),
+        pytest.param("OPS=6 ANY_ORDER", "depth_nodes.pml", marks=pytest.mark.sweep),
         ("", "survivors.pml"),
     ],
 )
@@ -250,6 +284,8 @@ def test_model_holds(setting: str, model: str, tmp_path: Path) -> None:
         *((*refuted, "protocol.pml") for refuted in REFUTED),
         *(pytest.param(*refuted, "protocol.pml", marks=pytest.mark.sweep) for refuted in REFUTED_WITH_THREE),
         *((*refuted, "two_level.pml") for refuted in REFUTED_TWO_LEVEL),
+        *((*refuted, "depth.pml") for refuted in REFUTED_DEPTH),
+        ("OPS=2 ANY_END", DEADLOCK, "depth_nodes.pml"),
         *((*refuted, "survivors.pml") for refuted in REFUTED_SURVIVORS),
     ],
 )

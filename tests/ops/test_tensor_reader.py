@@ -21,7 +21,7 @@ DTYPES = list(ELEMENTS)
 def reader(dtype: torch.dtype = torch.float32, by_token: bool = False, **changes: Any) -> _engine.TensorReader:
     shape = _engine.Shape(
         num_ranks=1, num_experts=E, num_max_tokens=T, hidden=H, num_topk=K, elem_bytes=dtype.itemsize,
-        by_token=by_token, alignment=1, num_pushed_tokens=0, num_pushed_rows=0, sums=0, node_of=[],
+        by_token=by_token, alignment=1, num_pushed_tokens=0, num_pushed_rows=0, sums=0, depth=1, node_of=[],
     )  # fmt: skip
     usual = dict(tensor=Tensor, elem=ELEMENTS[dtype], plan_ints=PLAN, on_cuda=False, device_index=0, vector_bytes=1)
     return _engine.TensorReader(shape=shape, **usual | changes)

@@ -75,7 +75,7 @@ class LateNetwork final : public Network {
       }
     });
   }
-  void leave(const uint64_t (&)[2]) override {}
+  void leave(const std::vector<uint64_t>&) override {}
 
  private:
   void move() {

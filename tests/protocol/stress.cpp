@@ -8,6 +8,9 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <deque>
+#include <functional>
+#include <memory>
 #include <random>
 #include <string_view>
 #include <thread>
@@ -80,10 +83,26 @@ void expect_ok(const Status& s, const char* op, int rank, int round) {
   std::exit(1);
 }
 
+// Ops of one rank that are under way, in the order in which they end.
+struct UnderWay {
+  int depth, count = 0;
+  std::deque<std::function<void()>> ends{};
+
+  void end_first() {
+    ends.front()();
+    ends.pop_front();
+  }
+  void end_all() {
+    while (!ends.empty()) end_first();
+  }
+};
+
 // Experts are the identity and every gradient starts as x, so that out = grad_x = (number of distinct experts) * x.
 struct Microbatch {
   Tensors t;
   int rank, round, num_tokens;
+  UnderWay* under_way;
+  bool begun = false;  // one of its ops is under way
 
   void fill(std::mt19937& random) {
     num_tokens = static_cast<int>(random() % (most_tokens + 1));
@@ -94,11 +113,14 @@ struct Microbatch {
     }
   }
   void dispatch(Rank& engine) {
-    const DispatchArgs args{
-        t.x.data(),         t.idx.data(),       sizeof(int64_t), t.weights.data(),      num_tokens,
-        most_tokens,        t.capacity,         t.recv_x.data(), t.recv_weights.data(), t.offs.data(),
-        t.recv_plan.data(), t.send_plan.data(), t.scaled()};
-    run("dispatch", [&](auto... half) { return engine.dispatch(args, 1, half...); });
+    const auto args = std::make_shared<const DispatchArgs>(DispatchArgs{
+        t.x.data(), t.idx.data(), sizeof(int64_t), t.weights.data(), num_tokens, most_tokens, t.capacity,
+        t.recv_x.data(), t.recv_weights.data(), t.offs.data(), t.recv_plan.data(), t.send_plan.data(), t.scaled()});
+    run(
+        "dispatch", [&engine, args](auto... half) { return engine.dispatch(*args, 1, half...); },
+        [this] { take_rows(); });
+  }
+  void take_rows() {
     for (int i = 0; i < t.offs.back() && !t.scales.empty(); ++i) {
       expect(std::equal(&t.recv_x[i * kHidden], &t.recv_x[i * kHidden] + kScales, &t.recv_scales[i * kScales]),
              "a row has the scales of another", rank, round);
@@ -125,44 +147,48 @@ struct Microbatch {
     add_experts(t.grad_y);
   }
   void combine(Rank& engine) {
-    const CombineArgs args{Op::kCombine,    t.recv_x.data(),    t.factors(),        nullptr,    t.capacity,
-                           t.num_factors(), t.recv_plan.data(), t.send_plan.data(), num_tokens, t.out.data(),
-                           nullptr};
-    run("combine", [&](auto... half) { return engine.combine(args, 1, half...); });
+    const auto args = std::make_shared<const CombineArgs>(
+        CombineArgs{Op::kCombine, t.recv_x.data(), t.factors(), nullptr, t.capacity, t.num_factors(),
+                    t.recv_plan.data(), t.send_plan.data(), num_tokens, t.out.data(), nullptr});
+    run("combine", [&engine, args](auto... half) { return engine.combine(*args, 1, half...); });
   }
   void combine_backward(Rank& engine) {
-    const CombineBackwardArgs args{
-        t.x.data(),         num_tokens,      t.by_token ? nullptr : t.recv_x.data(),
-        t.factors(),        t.capacity,      t.num_factors(),
-        t.recv_plan.data(), t.grad_y.data(), t.by_token ? nullptr : t.grad_recv_weights.data()};
-    run("combine backward", [&](auto... half) { return engine.combine_backward(args, 1, half...); });
-    if (t.by_token) differentiate_experts();
+    const auto args = std::make_shared<const CombineBackwardArgs>(CombineBackwardArgs{
+        t.x.data(), num_tokens, t.by_token ? nullptr : t.recv_x.data(), t.factors(), t.capacity, t.num_factors(),
+        t.recv_plan.data(), t.grad_y.data(), t.by_token ? nullptr : t.grad_recv_weights.data()});
+    run(
+        "combine backward", [&engine, args](auto... half) { return engine.combine_backward(*args, 1, half...); },
+        [this] {
+          if (t.by_token) differentiate_experts();
+        });
   }
   void dispatch_backward(Rank& engine) {
-    const CombineArgs args{Op::kDispatchBackward,
-                           t.grad_y.data(),
-                           nullptr,
-                           t.grad_recv_weights.data(),
-                           t.capacity,
-                           t.capacity,
-                           t.recv_plan.data(),
-                           t.send_plan.data(),
-                           num_tokens,
-                           t.grad_x.data(),
-                           t.grad_weights.data()};
-    run("dispatch backward", [&](auto... half) { return engine.combine(args, 1, half...); });
+    const auto args = std::make_shared<const CombineArgs>(
+        CombineArgs{Op::kDispatchBackward, t.grad_y.data(), nullptr, t.grad_recv_weights.data(), t.capacity, t.capacity,
+                    t.recv_plan.data(), t.send_plan.data(), num_tokens, t.grad_x.data(), t.grad_weights.data()});
+    run("dispatch backward", [&engine, args](auto... half) { return engine.combine(*args, 1, half...); });
   }
-  // Runs an op whole or, on a CPU, in halves with a pause in between; ranks differ.
+  // Runs an op whole or, on a CPU, in halves with a pause in between, and then what follows it; ranks differ.
   template <class Op>
-  void run(const char* what, Op&& op) const {
+  void run(const char* what, const Op& op, const std::function<void()>& then = [] {}) {
+    while (begun) under_way->end_first();
 #if !defined(MOE_RT_EMULATED_GPU)
-    if ((rank + round) % 2 == 0) {
+    if ((rank + round) % 2 == 0 && ++under_way->count % 4 != 0) {
+      if (int(under_way->ends.size()) == under_way->depth) under_way->end_first();
       expect_ok(op(Half::kFirst), what, rank, round);
-      if (round % 8 == 0) std::this_thread::sleep_for(std::chrono::microseconds(100));
-      return expect_ok(op(Half::kSecond), what, rank, round);
+      begun = true;
+      under_way->ends.push_back([this, what, op, then] {
+        if (round % 8 == 0) std::this_thread::sleep_for(std::chrono::microseconds(100));
+        expect_ok(op(Half::kSecond), what, rank, round);
+        begun = false;
+        then();
+      });
+      return;
     }
 #endif
+    under_way->end_all();
     expect_ok(op(), what, rank, round);
+    then();
   }
   void check() const {
     for (int token = 0; token < num_tokens; ++token) {
@@ -191,7 +217,8 @@ struct Microbatch {
 // Rounds have one, two or three microbatches in flight. In D C D C a window is written again once the combine has
 // acknowledged it; in D D C C and D D D C C C windows take turns.
 void run_rank(Rank& engine, const Shape& shape, int rank, int rounds, Tensors tensors, int num_local) {
-  std::vector<Microbatch> batches(3, {std::move(tensors), rank, 0, 0});
+  UnderWay under_way{shape.depth};
+  std::vector<Microbatch> batches(3, {std::move(tensors), rank, 0, 0, &under_way});
   std::mt19937 random(1234u + static_cast<unsigned>(rank));
   for (int round = 0; round < rounds; ++round) {
     batches.resize(1 + round % 3, batches[0]);
@@ -201,6 +228,7 @@ void run_rank(Rank& engine, const Shape& shape, int rank, int rounds, Tensors te
     for (Microbatch& b : batches) b.combine(engine);
     for (Microbatch& b : batches) b.combine_backward(engine);
     for (Microbatch& b : batches) b.dispatch_backward(engine);
+    under_way.end_all();
     for (Microbatch& b : batches) b.check();
     const unsigned pause = random() % 64;
     if (pause == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 2000));
@@ -223,6 +251,7 @@ struct Run {
   bool by_token = false, invariant = false, with_scales = false;
   int num_nodes = 1;             // rank r is on node r % num_nodes, and maps no other node
   std::vector<int32_t> node_of;  // two levels only
+  int depth = 1;
 
   Run(int argc, char** argv) {
     const auto is = [&](int i, std::string_view word) { return argc > i && argv[i] == word; };
@@ -235,6 +264,7 @@ struct Run {
     if (argc > 7) num_nodes = std::atoi(argv[7]);
     if (argc > 8) most_tokens = std::atoi(argv[8]);
     for (int r = 0; r < num_ranks && is(9, "two_level"); ++r) node_of.push_back(r % num_nodes);
+    if (argc > 10) depth = std::atoi(argv[10]);
   }
 
   Shape shape() const {
@@ -242,6 +272,7 @@ struct Run {
                 kTopk,     4,        4,           by_token ? RecvLayout::kTokens : RecvLayout::kExperts};
     shape = NodeTables::sized(shape, node_of);
     if (invariant) shape.sums = Sums::kInvariant;
+    shape.depth = depth;
 #if defined(MOE_RT_EMULATED_GPU)
     // Two ranks read lists from their peers; with four the lists are pushed, and with three also the rows.
     if (num_ranks > 2) shape.num_pushed_tokens = most_tokens;
@@ -263,12 +294,13 @@ struct Run {
 // Segments of all ranks, whose mailboxes hold the sequence number before the first.
 std::vector<uint64_t> make_segments(const Shape& shape, uint64_t first_seq) {
   const Layout layout = Layout::make(shape);
+  const int num_kinds = shape.depth * kNumKinds;
   std::vector<uint64_t> segments;
   for (int r = 0; r < shape.num_ranks; ++r) {
     auto* const segment = static_cast<char*>(std::aligned_alloc(kPage, static_cast<size_t>(layout.bytes)));
     std::fill_n(segment, layout.bytes, 0);
     auto* const mailboxes = reinterpret_cast<Mailbox*>(segment + layout.mailboxes);
-    for (int i = 0; i < kNumKinds * shape.num_ranks; ++i) mailboxes[i].signal = first_seq - 1;
+    for (int i = 0; i < num_kinds * shape.num_ranks; ++i) mailboxes[i].signal = first_seq - 1;
     segments.push_back(reinterpret_cast<uint64_t>(segment));
   }
   return segments;

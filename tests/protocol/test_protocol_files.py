@@ -57,23 +57,27 @@ def test_elements_agree() -> None:
     assert {names[n]: v for n, v in header.items()} == ELEMENTS
 
 
-def documented_bytes(num_ranks: int, tokens: int, hidden: int, topk: int, experts: int, itemsize: int) -> int:
+def documented_bytes(
+    num_ranks: int, tokens: int, hidden: int, topk: int, experts: int, itemsize: int, depth: int = 1
+) -> int:
     """Evaluate the formula of docs/protocol.md, without the rounding of each region."""
     row, slots = -(-hidden * itemsize // 64) * 64, min(topk, num_ranks)
     acc = 8 if itemsize == 8 else 4
-    control = 128 * (70 + 2 * num_ranks) + 16 * num_ranks
+    control = 128 * (70 + 2 * depth * num_ranks) + 16 * num_ranks
     lists = 4 * experts + 8 * (num_ranks + 1) + 16 * tokens * slots + (16 + acc) * tokens * topk
     windows = tokens * row + tokens * slots * row + acc * tokens * topk
-    return control + 2 * (lists + windows)
+    return control + 2 * depth * (lists + windows)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 8, 64])
 @pytest.mark.parametrize("tokens", [1, 100, 4096])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_segment_bytes_are_the_formula(num_ranks: int, tokens: int, dtype: torch.dtype) -> None:
-    spec = make_spec(num_ranks, num_max_tokens_per_rank=tokens, hidden=500, num_topk=8, num_experts=64, dtype=dtype)
-    expected = documented_bytes(num_ranks, tokens, 500, 8, 64, dtype.itemsize)
-    rounding = 2 * (7 * 128 + 2 * 4096) + 4096 + 256
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_segment_bytes_are_the_formula(num_ranks: int, tokens: int, dtype: torch.dtype, depth: int) -> None:
+    sizes: dict[str, Any] = dict(num_max_tokens_per_rank=tokens, hidden=500, num_topk=8, num_experts=64, dtype=dtype)
+    spec = make_spec(num_ranks, depth=depth, **sizes)
+    expected = documented_bytes(num_ranks, tokens, 500, 8, 64, dtype.itemsize, depth)
+    rounding = depth * (2 * (7 * 128 + 2 * 4096) + 4096) + 4096 + 256
     assert expected <= spec.shape().segment_bytes() <= expected + rounding
 
 
@@ -92,22 +96,23 @@ def test_segment_bytes_of_rows_that_return_one_by_one(num_ranks: int, dtype: tor
 
 @pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 1, 2), (0, 1, 1, 1, 1, 1)], ids=str)
 @pytest.mark.parametrize("tokens", [1, 100, 4096])
-def test_room_for_two_levels_is_the_formula(nodes: tuple[int, ...], tokens: int) -> None:
+@pytest.mark.parametrize("depth", [1, 3])
+def test_room_for_two_levels_is_the_formula(nodes: tuple[int, ...], tokens: int, depth: int) -> None:
     """The space for two levels is the formula of docs/two_level.md: N nodes, G ranks on the largest, F remote ranks of
     the busiest proxy."""
     num_ranks, num_nodes, hidden, topk, experts, acc = len(nodes), max(nodes) + 1, 500, 4, 64, 4
     per_node = [nodes.count(node) for node in range(num_nodes)]
     served = max(sum(-(-g // h) for n, g in enumerate(per_node) if n != m) for m, h in enumerate(per_node))
     sizes = {"num_max_tokens_per_rank": tokens, "hidden": hidden, "num_topk": topk, "num_experts": experts}
-    spec = replace(make_spec(num_ranks, **sizes), route="two_level", topology=Topology(nodes))
-    flat = documented_bytes(num_ranks, tokens, hidden, topk, experts, 4)
+    spec = replace(make_spec(num_ranks, depth=depth, **sizes), route="two_level", topology=Topology(nodes))
+    flat = documented_bytes(num_ranks, tokens, hidden, topk, experts, 4, depth)
     row, of_node = 2048, min(topk, max(per_node))  # 2000 bytes, padded
     lists = 4 * experts + 8 * (num_ranks + 1) + 16 * tokens * min(topk, num_ranks) + (16 + acc) * tokens * topk
     more_slots = of_node + num_nodes - 1 - min(topk, num_ranks)
     windows = tokens * more_slots * row + (num_nodes - 1) * acc * tokens * topk
     forwarded = served * (tokens * of_node * row + acc * tokens * topk)
-    expected = flat + 2 * (windows + forwarded) + served * (lists + tokens * row)
-    rounding = 2 * (8 * 128 + 3 * 4096) + 4096 + 256 + served * (6 * 128 + 2 * 4096) + 4096
+    expected = flat + depth * (2 * (windows + forwarded) + served * (lists + tokens * row))
+    rounding = depth * (2 * (8 * 128 + 3 * 4096) + 4096 + served * (6 * 128 + 2 * 4096) + 4096) + 256
     assert expected <= spec.shape().segment_bytes() <= expected + rounding
 
 

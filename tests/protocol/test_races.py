@@ -15,6 +15,14 @@ ROUNDS, MANY_ROUNDS, FEW_ROUNDS = "45", "600", "4"
 RACE = "WARNING: ThreadSanitizer: data race"
 MOST_TOKENS, FEW_TOKENS = "9", "2"  # tokens per rank; with few, a GPU op is one launch
 NEAR_A_WRAP = [str(2**32 - 3), str(2**64 - 3)]  # first sequence numbers, from which few rounds pass 32 and 64 bits
+# Ranks, lanes, first sequence number, rows, nodes, route and depth of runs with several ops under way.
+OPS_UNDER_WAY = [
+    ("3", "3", "1", "experts", "1", "flat", "2"),
+    ("2", "1", NEAR_A_WRAP[1], "tokens", "1", "flat", "3"),
+    ("4", "2", "1", "experts", "2", "flat", "2"),
+    ("5", "2", "1", "experts", "2", "two_level", "2"),
+    ("3", "1", "1", "invariant", "3", "two_level", "2"),
+]
 
 GPU = "-DMOE_RT_EMULATED_GPU"  # lanes then belong to a block, and every launch has several blocks
 NETWORK = [GPU, "-DMOE_RT_EMULATED_NETWORK"]  # no peer is mapped
@@ -59,6 +67,10 @@ def test_no_report(machine: list[str], rounds: str, sanitizer: str) -> None:
             for rows in ("experts", "tokens", "invariant"):
                 result = run(program, ranks, lanes, FEW_ROUNDS, "1", rows, "", nodes, MOST_TOKENS, route)
                 assert result.returncode == 0, result.stdout + result.stderr
+    for ranks, lanes, first_seq, rows, nodes, route, depth in OPS_UNDER_WAY if machine == [] else ():
+        more = first_seq, rows, "", nodes, MOST_TOKENS, route, depth
+        result = run(program, ranks, lanes, rounds if nodes == "1" else FEW_ROUNDS, *more)
+        assert result.returncode == 0, result.stdout + result.stderr
     for first_seq, *rows in (
         (NEAR_A_WRAP[0], "experts", ""),
         (NEAR_A_WRAP[1], "tokens", ""),

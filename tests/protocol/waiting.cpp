@@ -121,7 +121,7 @@ Status wait_for_rows(const World& world, bool loses, double timeout_s) {
   RemoteNetwork peers(remote, network);
   const uint64_t seq[kNumKinds] = {1, 0};
   bool (*const interrupted)() = [] { return true; };
-  HostIdle idle(world, Op::kDispatch, seq, timeout_s, true, loses ? nullptr : interrupted, &network);
+  HostIdle idle(world, Op::kDispatch, 1, seq, timeout_s, true, loses ? nullptr : interrupted, &network);
   return peers.settle(peers.ranks(), Phase::kGather, idle);
 }
 

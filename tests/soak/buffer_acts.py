@@ -32,6 +32,7 @@ def draw_spec(draw: random.Random, num_ranks: int) -> BufferSpec:
     num_experts = draw.randint(num_ranks, 12)
     scattered = [*range(num_ranks), *(draw.randrange(num_ranks) for _ in range(num_experts - num_ranks))]
     draw.shuffle(scattered)
+    depth = draw.choice([1, 1, 2])
     codecs = [None, None, None, torch.float8_e4m3fn, torch.int8] if dtype is not torch.float64 else [None]
     return make_spec(
         num_ranks,
@@ -42,7 +43,8 @@ def draw_spec(draw: random.Random, num_ranks: int) -> BufferSpec:
         dtype=dtype,
         placement=draw.choice([None, scattered]),
         capacity_factor=draw.choice([None, None, 0.4, 1.5]),
-        overflow=draw.choice(["raise", "drop", "retry"]),
+        overflow=draw.choice(["raise", "drop", "retry"] if depth == 1 else ["raise", "drop"]),
+        depth=depth,
         dispatch_dtype=draw.choice(codecs),
         combine_dtype=draw.choice(codecs),
     )

@@ -1,7 +1,8 @@
 // Layout of a rank's symmetric segment: one walk computes the size and every offset. Every role finds a segment's parts
 // through World, at the end of this file.
 //
-//   control     segment header | poison | mailboxes [kind][source rank] | members [R] | op records [64] | last words
+//   control     segment header | poison | mailboxes [channel][kind][source rank] | members [R] | op records [64] | last
+//               words
 //   2 windows   route counts, offsets, lists and weights | tokens [T][H] | partials [S][T][H] | scalars [T][K]
 //               pushed lists [R] and pushed rows [R][T'] of small batches, from each source (flat/pushing.h);
 //               CPU ranks have no pushed regions
@@ -14,6 +15,9 @@
 // of this rank's clients (remote sources whose proxy it is, see Nodes) has
 //   staged        route lists and tokens [T][H], as in the source's window
 //   2 windows     forwarded partials [min(K, G)][T][H] | forwarded scalars [T][K]
+//
+// With depth D there are D channels, each with its own mailboxes, windows and staged data; an op is in one of them
+// (docs/protocol.md, "Depth"). Layout::of_channel gives the layout of each.
 //
 // With Sums::kInvariant a row returns for each of a token's K entries, followed by its scalar: [K][T][H + 1] in place of
 // partials, of forwarded partials and of all scalars.
@@ -54,6 +58,7 @@ struct Shape {
   int32_t most_node_ranks = 0;    // ranks of the largest node, if there are several nodes
   int32_t num_clients = 0;        // maximum number of clients of a rank
   Sums sums = Sums::kRanked;
+  int32_t depth = 1;  // channels
   MOE_RT_FN bool by_token() const { return recv_layout == RecvLayout::kTokens; }
   MOE_RT_FN bool two_level() const { return num_nodes > 1; }
   // Maximum number of ranks that a token visits: of all ranks, and of one node.
@@ -81,6 +86,8 @@ struct Shape {
 
 struct Layout {
   int64_t poison, mailboxes, members, op_records, last_words;  // offsets in bytes; the segment header is at 0
+  int64_t channel,
+      channel_bytes;  // channel of the mailboxes, windows and staged data; from one channel's to the next's
   // Offsets in the segment of one window's parts, in the order of the list above.
   struct Window {
     int64_t counts, pull_offs, copy_offs, pulls, copies, weights, tokens, partials, scalars, pushed, pushed_rows;
@@ -120,10 +127,11 @@ struct Layout {
     }
     take(sizeof(SegmentHeader), kLinePair);
     l.poison = take(sizeof(uint64_t), kLinePair);
-    l.mailboxes = take(int64_t{kNumKinds} * s.num_ranks * sizeof(Mailbox), kLinePair);
+    l.mailboxes = take(s.depth * mailboxes_bytes(s), kLinePair);
     l.members = take(int64_t{s.num_ranks} * sizeof(Member), kLinePair);
     l.op_records = take(int64_t{kNumOpRecords} * sizeof(OpRecordSlot), kLinePair);
     l.last_words = take(sizeof(LastWords), kLinePair);
+    const int64_t first_channel = cursor;
     for (Window& w : l.window) {
       take_lists(w, tokens);
       w.tokens = take(tokens * s.row_bytes(), kPage);
@@ -139,8 +147,27 @@ struct Layout {
       l.staged.bytes = round_up(l.staged.rows + tokens * s.row_bytes(), kPage);
       l.staged.lists = take(s.num_clients * l.staged.bytes, kPage);
     }
-    l.bytes = round_up(cursor, kPage);
+    l.channel_bytes = round_up(cursor - first_channel, kPage);
+    l.bytes = round_up(cursor + (s.depth - 1) * l.channel_bytes, kPage);
     return l;
+  }
+  // Returns the layout whose mailboxes, windows and staged data are those of a channel; `make` returns the first one's.
+  MOE_RT_FN static Layout of_channel(const Shape& s, int64_t channel) {
+    Layout l = make(s);
+    const int64_t past = channel * l.channel_bytes;
+    l.channel = channel;
+    l.mailboxes += channel * mailboxes_bytes(s);
+    for (Window& w : l.window) {
+      w.counts += past, w.pull_offs += past, w.copy_offs += past, w.pulls += past, w.copies += past, w.weights += past;
+      w.tokens += past, w.partials += past, w.scalars += past, w.pushed += past, w.pushed_rows += past;
+      w.forwarded += past, w.forwarded_scalars += past;
+    }
+    l.staged.lists += past;
+    return l;
+  }
+  // Bytes of one channel's mailboxes.
+  MOE_RT_FN static int64_t mailboxes_bytes(const Shape& s) {
+    return int64_t{kNumKinds} * s.num_ranks * int64_t{sizeof(Mailbox)};
   }
   // Bytes of the rows that return through a proxy to one client.
   MOE_RT_FN static int64_t forwarded_bytes(const Shape& s) {
@@ -198,6 +225,8 @@ struct World {
   MOE_RT_FN Mailbox& mailbox(int owner, Kind kind, int source) const {
     return at<Mailbox>(owner, layout.mailboxes)[static_cast<int>(kind) * shape.num_ranks + source];
   }
+  // Number of the dispatch-type op `seq` of this channel, unlike that of any such op of another channel.
+  MOE_RT_FN uint64_t op_number(uint64_t seq) const { return (seq - 1) * shape.depth + layout.channel + 1; }
   // Returns the header that this rank announces for its op and compares with its peers' headers. Headers are created
   // only here; a rank that refuses the op adds the refusal.
   MOE_RT_FN Header header(uint64_t seq, const Call& call) const {
@@ -245,6 +274,6 @@ struct World {
   }
 };
 // The host fills these bytes and kernels read them, so two compilers must agree on their layout.
-static_assert(sizeof(World) == 520 && sizeof(Header) == 56 && sizeof(Layout) == 336, "the host's layout");
+static_assert(sizeof(World) == 536 && sizeof(Header) == 56 && sizeof(Layout) == 352, "the host's layout");
 
 }  // namespace moe_rt

@@ -53,9 +53,11 @@ def network_bytes(spec: BufferSpec, max_blocks: int) -> int:
 
 
 class Launcher:
-    """Launches the kernels of one rank.
+    """Launches the kernels of one rank in one channel, whose state they keep.
 
     Args:
+        channel: the channel, below the buffer's depth.
+        plan_mark: identifies the rank's engine in its plans.
         network: symmetric memory of `network_bytes`, if some peer's segment is not mapped or rows go in two levels.
             Without NVSHMEM, ranks of other nodes are reached through mapped memory.
         max_blocks: maximum blocks of a launch that moves rows.
@@ -65,6 +67,7 @@ class Launcher:
         whole: True if the buffer is for so few tokens that a dispatch or a combine is one launch of one block.
         ring: memory that rows pass through unchanged; None if they pass through registers.
         num_clients: number of remote ranks that this rank is the proxy of.
+        windows: the device's turns of windows. They hold only while it runs exactly the ops that the host queues.
 
     Raises:
         InvalidConfig: more experts than fit into a block's shared memory.
@@ -82,8 +85,10 @@ class Launcher:
         timeout_s: float,
         max_blocks: int,
         num_sms: int | None,
+        channel: int,
+        plan_mark: int,
     ) -> None:
-        self.max_blocks = max_blocks
+        self.max_blocks, self.channel, self.windows = max_blocks, channel, _engine.WindowSelector()
         self._threads = spec.tuning.threads if network is None else spec.tuning.network_threads
         self.whole = network is None and spec.num_max_tokens_per_rank <= _engine.whole_tokens(spec.gpu_shape())
         self._shared_bytes = _shared_bytes(spec, rank, self._threads)
@@ -94,7 +99,7 @@ class Launcher:
             links, mirror = self._reach(spec, rank, segments, network, base)
         if spec.node_of:
             nodes, mirror = self._join_nodes(spec, rank, base)
-        world = self._world(spec, rank, nodes, base, mirror if network is not None else None)
+        world = self._world(spec, rank, nodes, base, mirror if network is not None else None, plan_mark)
         self.record = gpu.host_bytes(_engine.HOST_RECORD_BYTES)
         self._record_address = self.record.data_ptr()
         self._control = _engine.Control(
@@ -168,12 +173,14 @@ class Launcher:
         return nodes, staged
 
     def _world(
-        self, spec: BufferSpec, rank: int, nodes: _engine.Nodes, base: list[int], mirror: list[int] | None
-    ) -> _engine.World:
+        self, spec: BufferSpec, rank: int, nodes: _engine.Nodes, base: list[int], mirror: list[int] | None,
+        plan_mark: int,
+    ) -> _engine.World:  # fmt: skip
         """Return the group as kernels see it: sizes, placement, and the address of each peer's segment or mirror."""
         tables = _engine.PlacementTables(list(spec.placement.ranks), spec.num_ranks)
         return _engine.World(
             shape=spec.gpu_shape(),
+            channel=self.channel,
             rank=rank,
             config_hash=spec.hash(),
             position=self._upload(tables.position, torch.int32),
@@ -183,6 +190,7 @@ class Launcher:
             base=self._upload(base, torch.int64),
             mirror=0 if mirror is None else self._upload(mirror, torch.int64),
             nodes=nodes,
+            plan_mark=plan_mark,
         )
 
     def set_call(self, args: Args | _engine.EndArgs, tag: int) -> None:

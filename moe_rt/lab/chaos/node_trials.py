@@ -31,12 +31,14 @@ class Moment:
     @classmethod
     def draw(cls, pace: random.Random) -> Moment:
         """Draw any moment. Some ranks have no tokens in some steps, for every size."""
-        size = Size(pace.choice([1, 8, 64]), pace.choice([32, 500, 4096]), pace.choice([1, 1, 2]), pace.choice(ROUTES))
+        numbers = pace.choice([1, 8, 64]), pace.choice([32, 500, 4096]), pace.choice([1, 1, 2])
+        size = Size(*numbers, pace.choice(ROUTES), depth=pace.choice([1, 2]))
         return cls(size, pace.randint(1, 8), round(pace.uniform(0.0, 0.1), 4))
 
     def __str__(self) -> str:
         s = self.size
-        return f"{s.route} {s.tokens}x{s.hidden}, {s.num_threads} threads, step {self.step} + {self.after_s} s"
+        depth = f", depth {s.depth}" if s.depth > 1 else ""
+        return f"{s.route} {s.tokens}x{s.hidden}, {s.num_threads} threads{depth}, step {self.step} + {self.after_s} s"
 
     def await_in(self, pool: NodePool, timeout_s: float = PATIENCE_S, **orders: Any) -> None:
         """Begin an endless session, and return at the moment of the fault."""

@@ -48,7 +48,7 @@ class Freeze:
     def run(self, pool: RankPool) -> Outcome[Freeze]:
         """Run a session whose end is set while all ranks are stopped."""
         ranks = range(pool.size)
-        pool.session(ranks, steps=ENDLESS, timeout_s=TIMEOUT_S)
+        pool.session(ranks, steps=ENDLESS, timeout_s=TIMEOUT_S, sizes={"depth": 1 + self.step % 2})
         pool.await_steps(ranks, self.step)
         self._send_each(pool, self.stopped, signal.SIGSTOP)
         time.sleep(FROZEN_S)
@@ -102,7 +102,7 @@ class Interrupt:
         """Run the trial. Milliseconds run from the signal until each rank raised; the late rank has none."""
         ranks, making, waits = range(pool.size), self.where == "while_making", self.where != "anywhere"
         fault = f"rank={self.late},at=pre_rendezvous,do=stop" if making else ""
-        pool.session(ranks, steps=ENDLESS, fault=fault)
+        pool.session(ranks, steps=ENDLESS, fault=fault, sizes={"depth": 1 + self.step % 2})
         pool.await_steps(ranks, 0 if making else self.step)
         if waits and not making:
             pool.send_signal(self.late, signal.SIGSTOP)

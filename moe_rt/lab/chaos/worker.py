@@ -70,6 +70,7 @@ class Size:
     route: Route | Literal["auto"] = "auto"
     heap: HeapKind | Literal["auto"] = "auto"
     capacity_factor: float | None = None
+    depth: int = 1
 
 
 def make_buffer(group: Group, num_ranks: int, size: Size, timeout_s: float, init_timeout_s: float) -> Buffer:
@@ -87,6 +88,7 @@ def make_buffer(group: Group, num_ranks: int, size: Size, timeout_s: float, init
         route=size.route,
         heap=size.heap,
         capacity_factor=size.capacity_factor,
+        depth=size.depth,
     )
 
 
@@ -94,7 +96,8 @@ class Steps:
     """Steps on integers, whose sums are exact in any order; the data differ in every step.
 
     The start of each op is noted on the board, except that both backward ops are one call. Every third output is kept
-    until the next step is done and checked again: its memory must not have been given to another tensor.
+    until the next step is done and checked again: its memory must not have been given to another tensor. With a
+    depth, a second dispatch is under way during the first ops.
     """
 
     def __init__(self, buffer: Buffer, board: Board, place: int, modes: Sequence[str] = ("train",)) -> None:
@@ -119,9 +122,15 @@ class Steps:
         x, topk_idx = inputs(buffer, i)
         topk_weights = torch.ones(topk_idx.shape).requires_grad_()
         self._begin()
+        other = None
+        if buffer.spec.depth > 1:
+            other = buffer.dispatch(x.detach(), topk_idx, topk_weights.detach(), tag=i, wait=False)
         recv_x, recv_weights, handle = self._exchange(buffer.dispatch, i, x, topk_idx, topk_weights)
         self._begin()
         out = self._exchange(buffer.combine, i // 2, recv_x.neg(), recv_weights, handle)  # only neg() involves autograd
+        if other is not None:
+            rows = int(handle.offs[-1])
+            _expect("recv_x of an op under way", other.wait()[0][:rows], recv_x.detach()[:rows])
         visits = (topk_idx >= 0).sum(1, keepdim=True)
         expected = -x.detach() * visits
         _expect("out", out, expected)
