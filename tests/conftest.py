@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from support.emulated_gpu import EmulatedGpu
+from support import emulated_gpu, real_gpu
 from support.ranks import ProcessRanks, Ranks, ThreadRanks
 
 # `make serve-test` runs these directories, each in an environment with that server.
@@ -73,6 +73,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sweep", action="store_true", help="also run what is marked as sweep: every combination")
+    parser.addoption("--gpu", action="store_const", const="cuda", help="run the tests of GPU ranks on a real GPU")
+    parser.addoption("--gpu-rehearsal", dest="gpu", metavar="SM", help="rehearse --gpu: emulated, or such as sm_90a")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    real_gpu.put_in_place(config)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for line in real_gpu.summary():
+        terminalreporter.write_line(line)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -85,6 +96,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if item.get_closest_marker("sweep")]
         items[:] = [item for item in items if not item.get_closest_marker("sweep")]
         config.hook.pytest_deselected(items=left_out)
+    real_gpu.select(config, items)
     seed = os.environ.get("MOE_RT_TEST_ORDER")
     if seed == "as given":
         return
@@ -111,7 +123,7 @@ def make_ranks() -> Iterator[Callable[[str, int], Ranks]]:
         if heap == "threads":
             return ThreadRanks(size)
         if heap == "loopback":
-            return ThreadRanks(size, EmulatedGpu())
+            return ThreadRanks(size, emulated_gpu.EmulatedGpu())
         if size not in pools:
             pools[size] = ProcessRanks(size)
         return pools[size]
