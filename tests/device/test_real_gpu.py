@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from support.routing import make_spec
 
 from moe_rt.engine.cuda import CudaEngine
 from moe_rt.engine.gpu import driver
+from moe_rt.group.thread_ranks import ENVIRONMENT
 
 pytestmark = pytest.mark.emulated("is about the run itself")
 
@@ -57,7 +59,7 @@ def test_rounds_through_copies(copying: list[int], case: Any, given: tuple[Any, 
 
 
 def test_copies_keep_what_operands_share(copying: list[int]) -> None:
-    """`out` one word into a plan is refused although both are copies, and behind it is accepted."""
+    """`out` one word into a plan is refused although both are copies, and directly after it is accepted."""
     ranks = ThreadRanks(2, EmulatedGpu())
     texts = ranks.run(cases_operands.out_near_a_plan, "handle.recv_plan", -1)
     assert texts[0].startswith("InvalidInput: out: got memory of handle.recv_plan"), texts
@@ -89,15 +91,18 @@ def test_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_in_place_of_the_emulated_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test's number of multiprocessors limits the GPU's, and the names of launches are kept for it."""
-    monkeypatch.setattr(driver, "why_there_is_none", lambda: "")
+    """A test's number of multiprocessors limits the GPU's, and the names of launches are kept for it. CUDA begins with
+    the settings of virtual ranks."""
+    for name in ENVIRONMENT:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    late = "; CUDA has begun without the settings of virtual ranks"
+    monkeypatch.setattr(driver, "why_there_is_none", lambda: "" if set(ENVIRONMENT) <= set(os.environ) else late)
     monkeypatch.setattr(driver.Gpu, "__init__", lambda gpu, device: vars(gpu).update(num_sms=132, bulk_bytes=200))
     kernels = SimpleNamespace(launch=lambda launches, **how: None)
     monkeypatch.setattr(driver.Gpu, "kernels", lambda gpu, source, **how: kernels)
     for name in ("support.emulated_gpu.EmulatedGpu", "support.ranks.CASE_TIMEOUT_S"):
         monkeypatch.setattr(name, None)
-    for name in real_gpu.ENVIRONMENT:
-        monkeypatch.setenv(name, "set")
     ends: list[Any] = []
     real_gpu.put_in_place(SimpleNamespace(getoption=lambda name: "cuda", add_cleanup=ends.append))  # type: ignore[arg-type]
     try:

@@ -166,11 +166,11 @@ def put_in_place(config: pytest.Config) -> None:
     if which is None:
         return
     if which == "cuda":
+        os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
         if why := driver.why_there_is_none():
             raise pytest.UsageError(
                 f"--gpu: got no GPU that torch can use{why}; --gpu-rehearsal=emulated runs the tests without one"
             )
-        os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
         support.ranks.CASE_TIMEOUT_S = _HANG_S  # a machine with a GPU is at hand for minutes
         support.emulated_gpu.EmulatedGpu = RealGpu  # type: ignore[assignment,misc]
     elif which != _EMULATED:

@@ -87,7 +87,7 @@ def times_of(
 
 
 def on_one_rank(device: Any, tokens: int, measure: Callable[[PairRank], Any], seconds: float) -> Any:
-    """Return the result of `measure` on the pairs of a single rank with so many tokens."""
+    """Return the result of `measure` on the pairs of a single rank with this number of tokens."""
     load, where = Load(1, tokens), torch_device(device)
 
     def work(group: ThreadGroup) -> Any:
