@@ -7,7 +7,8 @@
 #   PYTHON    of the same version as on that machine (default python3)
 #   COMPILER  a Python whose NVRTC is that machine's (default .venv/bin/python); other versions find no kernel
 #   ARCH      of its GPU (default sm_90a)
-#   TESTS     whose kernels are compiled, too (default tests/conformance/test_conformance.py; "" for none)
+#   TESTS     file or directory of tests whose kernels are compiled, too
+#             (default tests/conformance/test_conformance.py; "" for none)
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 into=$(mkdir -p "$1" && cd "$1" && pwd)
@@ -33,8 +34,8 @@ rm -rf "$into/venv" "$into/source"
 
 (cd / && "$compiler" -m moe_rt compile --into "$into/kernels" --arch "${ARCH:-sm_90a}")
 tests=${TESTS-tests/conformance/test_conformance.py}
-if [ -n "$tests" ]; then # shellcheck disable=SC2086
-  MOE_RT_CACHE=$into/kernels "$compiler" -m pytest -q -p no:cacheprovider --gpu-rehearsal "${ARCH:-sm_90a}" $tests
+if [ -n "$tests" ]; then
+  MOE_RT_CACHE=$into/kernels "$compiler" -m pytest -q -p no:cacheprovider --gpu-rehearsal "${ARCH:-sm_90a}" "$tests"
 fi
 tar -C "$into" -cJf "$into/kernels.tar.xz" kernels # a tenth as large
 rm -rf "$into/kernels"
