@@ -89,7 +89,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip combinations whose parts other tests cover, unless --sweep is given; run the longest files first.
 
-    MOE_RT_TEST_ORDER="as given" keeps the order of the arguments. Any other text shuffles the other files, the same
+    MOE_RT_TEST_ORDER="as given", and --gpu, keep the order of the arguments. Any other text shuffles the other files, the same
     text always in the same way.
     """
     if not config.getoption("--sweep"):
@@ -98,7 +98,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
     real_gpu.select(config, items)
     seed = os.environ.get("MOE_RT_TEST_ORDER")
-    if seed == "as given":
+    if seed == "as given" or config.getoption("gpu"):
         return
     place = {path: random.Random(f"{seed}{path.name}").random() if seed else 0.0 for path in {i.path for i in items}}
     longest = {name: number for number, name in enumerate(LONGEST)}
