@@ -89,8 +89,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip combinations whose parts other tests cover, unless --sweep is given; run the longest files first.
 
-    MOE_RT_TEST_ORDER="as given", and --gpu, keep the order of the arguments. Any other text shuffles the other files, the same
-    text always in the same way.
+    MOE_RT_TEST_ORDER="as given", and --gpu, keep the order of the arguments. Any other text shuffles the other files,
+    the same text always in the same way.
     """
     if not config.getoption("--sweep"):
         left_out = [item for item in items if item.get_closest_marker("sweep")]
