@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from support.emulated_gpu import EmulatedGpu
+from support import emulated_gpu, real_gpu
 from support.ranks import ProcessRanks, Ranks, ThreadRanks
 
 # `make serve-test` runs these directories, each in an environment with that server.
@@ -73,20 +73,32 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sweep", action="store_true", help="also run what is marked as sweep: every combination")
+    parser.addoption("--gpu", action="store_const", const="cuda", help="run the tests of GPU ranks on a real GPU")
+    parser.addoption("--gpu-rehearsal", dest="gpu", metavar="SM", help="rehearse --gpu: emulated, or such as sm_90a")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    real_gpu.put_in_place(config)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for line in real_gpu.summary():
+        terminalreporter.write_line(line)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip combinations whose parts other tests cover, unless --sweep is given; run the longest files first.
 
-    MOE_RT_TEST_ORDER="as given" keeps the order of the arguments. Any other text shuffles the other files, the same
-    text always in the same way.
+    MOE_RT_TEST_ORDER="as given", and --gpu, keep the order of the arguments. Any other text shuffles the other files,
+    the same text always in the same way.
     """
     if not config.getoption("--sweep"):
         left_out = [item for item in items if item.get_closest_marker("sweep")]
         items[:] = [item for item in items if not item.get_closest_marker("sweep")]
         config.hook.pytest_deselected(items=left_out)
+    real_gpu.select(config, items)
     seed = os.environ.get("MOE_RT_TEST_ORDER")
-    if seed == "as given":
+    if seed == "as given" or config.getoption("gpu"):
         return
     place = {path: random.Random(f"{seed}{path.name}").random() if seed else 0.0 for path in {i.path for i in items}}
     longest = {name: number for number, name in enumerate(LONGEST)}
@@ -111,7 +123,7 @@ def make_ranks() -> Iterator[Callable[[str, int], Ranks]]:
         if heap == "threads":
             return ThreadRanks(size)
         if heap == "loopback":
-            return ThreadRanks(size, EmulatedGpu())
+            return ThreadRanks(size, emulated_gpu.EmulatedGpu())
         if size not in pools:
             pools[size] = ProcessRanks(size)
         return pools[size]

@@ -99,11 +99,10 @@ def one_rank(group: Any, batch: Batch, options: dict[str, Any], counts: list[int
     mine = slice(start, start + counts[rank])
     sizes = dict(num_max_tokens_per_rank=len(batch.x), num_experts=E, num_topk=K, hidden=batch.x.shape[1])
     with Buffer(group, sums="invariant", dtype=batch.x.dtype, timeout_s=60.0, **sizes, **options) as buffer:
-        device = buffer.device
         for _ in range(2):  # both windows
-            x, weights = (t[mine].to(device, copy=True).requires_grad_() for t in (batch.x, batch.weights))
-            recv_x, recv_weights, handle = buffer.dispatch(x, batch.idx[mine].to(device), weights, tag=1)
+            x, weights = (t[mine].clone().requires_grad_() for t in (batch.x, batch.weights))
+            recv_x, recv_weights, handle = buffer.dispatch(x, batch.idx[mine], weights, tag=1)
             y = rows_of_experts(recv_x, handle, list(buffer.spec.placement.local_experts(rank)))
             out = buffer.combine(y, recv_weights, handle)
-            grads = torch.autograd.grad(out, [x, weights], batch.grad[mine].to(device))
-        return tuple(t.detach().cpu() for t in (out, *grads))
+            grads = torch.autograd.grad(out, [x, weights], batch.grad[mine])
+        return tuple(t.detach() for t in (out, *grads))

@@ -23,6 +23,7 @@ from moe_rt.errors import InvalidInput
 from moe_rt.nn import experts
 from moe_rt.ops import cuda_activation, grouped
 
+pytestmark = pytest.mark.emulated("calls emulated kernels")
 DTYPES = list(ELEMENT_NAMES)
 FEW_DTYPES = (torch.float32, torch.bfloat16)
 ROWS = 13

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +16,7 @@ import torch.distributed as dist
 from click.testing import CliRunner
 from device.fake_cuda_tensors import DEVICE, PretendCuda, build_guard
 from support.emulated_gpu import EmulatedGpu
-from support.ranks import ProcessRanks
+from support.ranks import ProcessRanks, ThreadRanks
 
 from moe_rt.buffer.buffer import Buffer
 from moe_rt.cli import main
@@ -30,8 +32,10 @@ from moe_rt.lab.bench.rank import Job, run_case
 from moe_rt.lab.bench.world import Processor, World, run_threads
 from moe_rt.lab.testing import programs
 from moe_rt.lab.testing.programs import Program
+from moe_rt.lab.testing.streams import StreamGate
 from moe_rt.ops import cuda_activation
 
+pytestmark = pytest.mark.emulated("pretends a clock")
 OPS = ("dispatch", "combine", "pair", "layer")
 SIZES: dict[str, Any] = dict(tokens=12, hidden=32, experts=5, intermediate=16)
 ALL = ["moe_rt", "a2a", "transformers", "mpi", "memcpy"]
@@ -115,7 +119,8 @@ def test_an_iteration_ends_when_the_device_has_done_it(monkeypatch: pytest.Monke
     processor: Any = SimpleNamespace(finish=note("finish"), cool=note("cool"))
     barrier: Any = SimpleNamespace(wait=note("meet"))
     board: Any = SimpleNamespace(all_gather=lambda text, timeout_s: [text])
-    monkeypatch.setattr("moe_rt.lab.bench.measure.perf_counter_ns", lambda: events.append("clock") or 0)
+    for module in ("measure", "world"):
+        monkeypatch.setattr(f"moe_rt.lab.bench.{module}.perf_counter_ns", lambda: events.append("clock") or 0)
     world = World(0, 1, None, board, barrier, processor, mpi=False)
     measure(world, [Step(note("run"), note("check"))], 3, 0, cold, lambda part: None)
     cooled = ["cool"] if cold else []
@@ -123,6 +128,48 @@ def test_an_iteration_ends_when_the_device_has_done_it(monkeypatch: pytest.Monke
     chain = ["finish", "meet", "clock", "run", "finish", "clock"]
     turn = ["run", *isolated, *chain]
     assert events == [*turn, *turn, "run", *isolated, "check", *chain, "check"]
+
+
+def test_iterations_of_virtual_ranks_begin_when_all_are_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time in which hosts queue an iteration, one after another, is not part of it: streams are held meanwhile."""
+    seen: list[list[str]] = [[], []]
+    stamps = itertools.count(1)
+
+    class Stamp:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = next(stamps)
+            seen[here.rank].append("record")
+
+        def wait(self) -> None:
+            seen[here.rank].append("wait")
+
+        def elapsed_time(self, later: Stamp) -> float:
+            return (later.at - self.at) / 1e6
+
+    here = threading.local()
+    monkeypatch.setattr(torch.cuda, "Event", Stamp)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: seen[here.rank].append("hold"))
+    gate, spans = StreamGate(2, 60.0), {}
+
+    def rank_main(group: Any) -> None:
+        here.rank = group.rank
+        processor: Any = SimpleNamespace(finish=lambda: seen[here.rank].append("finish"))
+        world = World(group.rank, 2, None, None, None, processor, mpi=False, gate=gate)  # type: ignore[arg-type]
+        for turn in range(2):
+            begun = world.start()
+            seen[here.rank].append("run")
+            spans[group.rank, turn] = (*begun, world.stop(begun))
+
+    ThreadRanks(2).run(rank_main)
+    assert seen == [["hold", "record", "wait", "wait", "record", "run", "record", "finish"] * 2] * 2
+    for turn in range(2):
+        (zero, begin, (start, end)), (same, _, _) = spans[0, turn], spans[1, turn]
+        assert zero is same, "times of all ranks are of one clock"
+        assert start == begin.at - zero.at
+        assert end > start
 
 
 def test_caches_are_filled_with_other_data() -> None:

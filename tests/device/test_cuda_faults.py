@@ -158,6 +158,7 @@ def test_different_layers() -> None:
     assert kinds(errors) <= {CallOrderMismatch, GroupPoisoned}
 
 
+@pytest.mark.emulated("orders launches by the host")
 def test_the_worst_of_what_peers_announce_counts() -> None:
     """The most severe announcement is raised when rank 1's entry is refused and rank 2 runs another layer."""
     announced = threading.Barrier(SIZE)
@@ -218,6 +219,7 @@ def test_aborting_rank() -> None:
     assert kinds([errors[0], errors[2]]) == {GroupPoisoned}, errors
 
 
+@pytest.mark.emulated("rewrites the emulated GPU's memory")
 @pytest.mark.parametrize("bound", [12, 129])
 @pytest.mark.parametrize("word", range(0, 40, 7))
 def test_corrupt_lists(word: int, bound: int) -> None:
@@ -247,6 +249,7 @@ def test_corrupt_lists(word: int, bound: int) -> None:
     assert kinds(errors) <= {CorruptPeer, GroupPoisoned, type(None)}, errors
 
 
+@pytest.mark.emulated("rewrites the emulated GPU's memory")
 @pytest.mark.parametrize("lanes", [1, 64], ids=["each lane a source", "lanes share a source"])
 def test_counts_that_are_wrong_but_add_up(lanes: int) -> None:
     """A negative count is noticed although another one makes up for it, before rows are placed by it."""
@@ -300,6 +303,7 @@ class OneStream(EmulatedGpu):
         return 7
 
 
+@pytest.mark.emulated("pretends a stream")
 def test_shared_stream() -> None:
     errors = outcomes(pair, size=2, gpu=OneStream())
     assert any("expected one for each rank" in str(e) for e in errors if isinstance(e, InvalidConfig)), errors

@@ -29,6 +29,7 @@ from moe_rt.errors import (
 )
 from moe_rt.memory.segments import Segments
 
+pytestmark = pytest.mark.emulated("lets the GPU die")
 SPEC = make_spec(1)
 
 

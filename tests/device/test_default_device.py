@@ -49,6 +49,7 @@ def steps_of_layers(group: Any, device: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.emulated("expects parameters on the CPU")
 @pytest.mark.parametrize("heap", HEAPS)
 @pytest.mark.parametrize("device", ["meta", "cuda"])
 @pytest.mark.parametrize("case", [round_of_a_buffer, steps_of_layers])

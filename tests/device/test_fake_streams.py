@@ -18,6 +18,8 @@ from moe_rt import Buffer, ThreadGroup
 from moe_rt.engine.gpu import driver
 from moe_rt.engine.gpu.driver import Gpu
 
+pytestmark = pytest.mark.emulated("pretends streams")
+
 
 class Event:
     done = False

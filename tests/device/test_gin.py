@@ -23,6 +23,7 @@ from moe_rt.group.rendezvous import Rendezvous
 from moe_rt.memory import gin, loopback
 from moe_rt.memory.segments import Segments
 
+pytestmark = pytest.mark.emulated("has an emulated network")
 LANES = (3, 32)
 MOST_RANKS = 4
 

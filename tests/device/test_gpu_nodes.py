@@ -240,6 +240,7 @@ def test_closing_is_found_by_whoever_waits_for_it() -> None:
     assert "rank 3" in str(errors[2])
 
 
+@pytest.mark.emulated("rewrites the emulated GPU's memory")
 def test_lists_that_cannot_be_true() -> None:
     """A proxy raises CorruptPeer on a token past the last, stages nothing, and signals no rank to continue."""
 

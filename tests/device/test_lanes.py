@@ -47,6 +47,7 @@ SCALED = (
 MORE_LANES = (*LANES[:-1], pytest.param(LANES[-1], marks=pytest.mark.sweep))  # for tests of the row format
 
 
+@pytest.mark.emulated("sets the number of lanes")
 class TestLanes:
     @pytest.mark.parametrize("lanes", LANES)
     @pytest.mark.parametrize("kind", ["random", pytest.param("one_expert", marks=pytest.mark.sweep)])
@@ -125,6 +126,7 @@ def test_several_blocks_route(num_ranks: int, kind: str) -> None:
     ThreadRanks(num_ranks, EmulatedGpu(num_sms=48, threads=4)).run(full_round, spec, [40, 33][:num_ranks], 5, kind)
 
 
+@pytest.mark.emulated("watches the emulated launches")
 def test_blocks_that_route(monkeypatch: pytest.MonkeyPatch) -> None:
     """Routing adds blocks to one block per row, up to the size of launches that only move rows."""
     blocks: dict[str, list[int]] = {}
@@ -143,6 +145,7 @@ def test_blocks_that_route(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(blocks["dispatch_receive"]) == 40
 
 
+@pytest.mark.emulated("names a number of multiprocessors")
 def test_room_of_a_wait() -> None:
     """One rank fills the GPU; virtual ranks leave an eighth, and at least one block, to launches that send."""
 

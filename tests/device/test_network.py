@@ -21,6 +21,7 @@ from moe_rt.lab.testing.rounds import check_bits, expect, padded
 from moe_rt.memory import loopback
 from moe_rt.memory.segments import Segments
 
+pytestmark = pytest.mark.emulated("has an emulated network")
 UNREACHABLE = {
     "all": lambda rank, peer: peer != rank,
     "every other": lambda rank, peer: (rank + peer) % 2 == 1,

@@ -58,6 +58,7 @@ class Forbidden(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.emulated("forbids copies")
 def test_engine_only_makes_outputs_and_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CUDA engine's Python code, on the emulated GPU, makes two launches an op and no torch op but empty."""
     gpu = EmulatedGpu()

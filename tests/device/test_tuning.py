@@ -205,6 +205,7 @@ def python_constants() -> set[str]:
     return found
 
 
+@pytest.mark.emulated("reads the sources")
 def test_no_other_file_states_a_constant_that_decides_speed() -> None:
     found = cpp_constants() | python_constants()
     facts = set(FACTS.split())

@@ -1,4 +1,7 @@
-"""tools/first_gpu/run.sh on the emulated GPU: it needs no network, ends with a short line and leaves a report."""
+"""tools/first_gpu/run.sh on the emulated GPU: it needs no network, ends with a short line and leaves a report.
+
+Its run of tests, which needs a real GPU, ends with what is missing.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ from pathlib import Path
 import pytest
 from device.jit_tools import require_compiler
 
-TOOL = Path(__file__).resolve().parents[2] / "tools/first_gpu"
+ROOT = Path(__file__).resolve().parents[2]
+TOOL = ROOT / "tools/first_gpu"
 
 
 @pytest.mark.parametrize("name", ["prepare.sh", "run.sh"])
@@ -24,6 +28,9 @@ def test_syntax(name: str) -> None:
 def test_run(tmp_path: Path, step: str, budget: int, result: str) -> None:
     require_compiler()
     shutil.copy(TOOL / "run.sh", tmp_path)
+    tests = ["--exclude", "__pycache__", "pyproject.toml", "tests"]
+    pack = ["tar", "-C", ROOT, "-cJf", tmp_path / "tests.tar.xz", *tests]
+    subprocess.run(pack, check=True, env={**os.environ, "XZ_OPT": "-0"})
     (tmp_path / "kernels").mkdir(mode=0o775)
     subprocess.run(["tar", "-C", tmp_path, "-cJf", tmp_path / "kernels.tar.xz", "kernels"], check=True)
     environment = {"PYTHON": sys.executable, "OUT": "out", "BUDGET": str(budget + 600), "BENCH_S": "0"}
@@ -43,4 +50,7 @@ def test_run(tmp_path: Path, step: str, budget: int, result: str) -> None:
     document = json.loads((out / "report/report.json").read_text())
     assert [record["step"] for record in document["steps"]] == [step]
     assert "moe_rt" in (out / "machine.txt").read_text()
+    said = (out / "tests.log").read_text()
+    assert "--gpu: got no GPU that torch can use" in said
+    assert said.endswith("tests: exit status 4\n")
     assert (out / "kernels").stat().st_mode & 0o777 == 0o700

@@ -13,7 +13,7 @@ import torch
 from gpucheck.fake_cuda_timing import SmallFlush, TimedGpu, device_event, stand_in
 
 from moe_rt.group import thread_ranks
-from moe_rt.lab.check import graphs, layers, loads, measuring, timing
+from moe_rt.lab.check import graphs, layers, loads, measuring, pairs, timing
 from moe_rt.lab.check.layers import LayerSizes
 from moe_rt.lab.check.measuring import RANGE, Load, host_waits, kernels
 from moe_rt.lab.check.steps import Check
@@ -23,18 +23,20 @@ from moe_rt.lab.testing.rounds import WrongOutput
 HANG_S = 1800.0  # steps use a part of it
 
 
+def small_load(ranks: int, tokens: int) -> Load:
+    return Load(ranks, tokens, 64, 2, 8)
+
+
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> TimedGpu:
     found = TimedGpu()
     stand_in(monkeypatch, found)
-    for module in (measuring, timing):
-        monkeypatch.setattr(module, "Flush", SmallFlush)
+    monkeypatch.setattr(measuring, "Flush", SmallFlush)
     for name, value in {"HIDDEN": 64, "EXPERTS": 8, "TOPK": 2, "WARM_UP": 1}.items():
         monkeypatch.setattr(loads, name, value)
     monkeypatch.setattr(measuring, "_COPIED_BYTES", 1 << 16)
-    for name, value in {"HIDDEN": 64, "EXPERTS": 8, "TOPK": 2, "PAIR_TOKENS": (1, 8), "REPLAYS": 2}.items():
-        monkeypatch.setattr(timing, name, value)
-    monkeypatch.setattr(timing, "OPS_IN_A_ROW", 5)
+    for name, value in {"Load": small_load, "WARM_UP": 1, "OPS_IN_A_ROW": 5}.items():
+        monkeypatch.setattr(pairs, name, value)
     monkeypatch.setattr("moe_rt.lab.check.measuring.TIMEOUT_S", HANG_S)
     return found
 
@@ -57,15 +59,16 @@ def test_streams_are_held_until_hosts_have_queued_what_is_timed(gpu: TimedGpu, m
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: seen.append("hold"))
     monkeypatch.setattr(torch.cuda.Event, "record", lambda event: seen.append("time"))
     load = timing.Load(1, tokens=4, hidden=64, topk=2, experts=4)
-    timing.run_pairs(gpu, load, 1, HANG_S)
-    assert seen == ["hold", "time", "time"] * 2 * (timing.WARM_UP + 1)
+    pairs.times_of(gpu, load, 1, HANG_S)
+    at_the_gate = ["hold", "time"]
+    assert seen == [*at_the_gate, "time", "time"] * 2 * (pairs.WARM_UP + 1)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_bandwidth_table(gpu: TimedGpu, ranks: int) -> None:
     load = timing.Load(ranks, tokens=64, hidden=64, topk=2, experts=4)
     check = Check(gpu, seconds=HANG_S)
-    measured = timing.measure(gpu, load, runs=3, seconds=HANG_S)
+    measured = pairs.times_of(gpu, load, runs=3, seconds=HANG_S, profiled=True)
     timing.add_measured(check, load, measured, measuring.CopyCeiling(gpu.device))
     (table,) = check.tables
     assert [row[0] for row in table.rows][-2:] == ["dispatch", "combine"]
@@ -85,18 +88,17 @@ def test_dropped_rows_are_no_measurement(gpu: TimedGpu, monkeypatch: pytest.Monk
     tight = {**load.buffer_kwargs(), "capacity_factor": 0.2, "overflow": "drop"}
     monkeypatch.setattr(timing.Load, "buffer_kwargs", lambda self: tight)
     with pytest.raises(WrongOutput, match="dropped"):
-        timing.run_pairs(gpu, load, 3, HANG_S)
+        pairs.times_of(gpu, load, 3, HANG_S)
 
 
-def test_latency_tables(gpu: TimedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing.Pair, "replay_seconds", lambda self, runs: 1e-5)
+def test_overheads(gpu: TimedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairs.PairRank, "replayed", lambda rank: 1e-5)
     check = Check(gpu, seconds=HANG_S)
-    timing.add_latency(check, 2)
+    timing.add_overheads(check)
     assert not check.failures
-    pairs, overheads = check.tables
-    assert [row[0] for row in pairs.rows] == [1, 8]
-    assert overheads.rows[0] == ["pair of 1 token in a graph", 10.0, "met (< 25)"]
-    assert len(overheads.rows) == 3
+    (table,) = check.tables
+    assert table.rows[0] == ["pair of 1 token in a graph", 10.0, "met (< 25)"]
+    assert [row[0] for row in table.rows[1:]] == ["host time of dispatch, eager", "host time of combine, eager"]
 
 
 def test_other_loads(gpu: TimedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,13 +117,13 @@ def test_other_loads(gpu: TimedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["capacity that raises"].buffer_kwargs()["overflow"] == "raise"
     small = {name: Load(min(2, f.ranks), 8, 64, 2, 4, f.raises, f.num_sms, f.rings) for name, f in found.items()}
     monkeypatch.setattr(timing, "loads", lambda device: small)
-    run_pairs, switches = timing.run_pairs, set()
+    times_of, switches = pairs.times_of, set()
 
     def recorded(device: Any, load: Load, *rest: Any) -> Any:
         switches.add((load.rings, load.buffer_kwargs()["tuning"].ring_blocks > 0))
-        return run_pairs(device, load, *rest)
+        return times_of(device, load, *rest)
 
-    monkeypatch.setattr(timing, "run_pairs", recorded)
+    monkeypatch.setattr(timing, "times_of", recorded)
     check = Check(gpu, seconds=HANG_S)
     timing.add_loads(check, 2)
     assert not check.failures
@@ -133,7 +135,7 @@ def test_other_loads(gpu: TimedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_loads(gpu: TimedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each load has one row of ops, and a row for each of its launches, which begin with the op's name."""
-    monkeypatch.setattr(loads._Rank, "replayed", lambda rank: 1e-5)
+    monkeypatch.setattr(pairs.PairRank, "replayed", lambda rank: 1e-5)
     check = Check(gpu, quick=True, seconds=HANG_S)
     loads.check(check)
     assert not check.failures
@@ -158,8 +160,8 @@ def test_launches_of_all_ranks_are_one_span() -> None:
             device_event("dispatch_send", start, start + 30),
             device_event("dispatch_send", start + 10, start + 60),
         ]
-    (found,) = loads.launch_times(events, 2).values()
-    assert found == (pytest.approx(40e-6), pytest.approx(60e-6))
+    (turns,) = pairs.launch_turns(events, 2).values()
+    assert loads.of_launch(turns) == (pytest.approx(40e-6), pytest.approx(60e-6))
 
 
 def test_copies_wait_for_their_stream_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +211,7 @@ def test_overlap(gpu: TimedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_receiving_counts_from_the_end_of_sending() -> None:
     events = []
-    for turn in range(timing.WARM_UP + 3):
+    for turn in range(pairs.WARM_UP + 3):
         for rank in range(2):
             start = 1000.0 * turn + 10 * rank
             for name, begin, end in (
@@ -219,12 +221,14 @@ def test_receiving_counts_from_the_end_of_sending() -> None:
                 ("combine_receive", 400, 500),
             ):
                 events.append(device_event(name, start + begin, start + end))
-    times = timing.launch_times(events, 2)
+    times = timing.of_roles(pairs.launch_turns(events, 2))
     assert times["dispatch_send"] == pytest.approx(110e-6)
     assert times["dispatch_receive"] == pytest.approx(150e-6), "from 110 to 260"
     assert times["combine_receive"] == pytest.approx(100e-6)
-    with pytest.raises(WrongOutput, match="combine_receive"):
-        timing.launch_times(events[:-1], 2)
+    with pytest.raises(WrongOutput, match="got 15 launches of combine_receive, expected a multiple of 2"):
+        pairs.launch_turns(events[:-1], 2)
+    with pytest.raises(WrongOutput, match="got no launch of combine_receive"):
+        timing.of_roles(pairs.launch_turns([e for e in events if e.name != "combine_receive"], 2))
 
 
 def test_pulled_tokens_count_once_for_each_rank() -> None:

@@ -72,6 +72,7 @@ def run_step(group: ThreadGroup) -> None:
     assert (len(tokens), len(partials)) == (1, 1)
 
 
+@pytest.mark.emulated("reads the emulated GPU's memory")
 @pytest.mark.parametrize("heap", ["threads", "loopback"])
 @pytest.mark.parametrize("case", [run_chain, run_step])
 def test_window_selector(make_ranks: MakeRanks, heap: str, case: Callable[[ThreadGroup], None]) -> None:

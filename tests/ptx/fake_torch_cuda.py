@@ -18,7 +18,7 @@ from ptx.gpu import PtxGpu
 from ptx.modules import ARCH
 
 from moe_rt.config.codec import Codec
-from moe_rt.lab.check import compiling, correctness, graphs, layers, loads, measuring, scale, timing, training
+from moe_rt.lab.check import compiling, correctness, graphs, layers, loads, measuring, pairs, scale, timing, training
 from moe_rt.lab.check.compiling import Variant
 
 # Steps that measure waits: their waits expire in the host's time.
@@ -46,12 +46,9 @@ SMALLER: dict[Any, dict[str, Any]] = {
     training: {"LayerSizes": lambda: SMALL_LAYER},
     scale: {"HIDDEN": 64, "TOPK": 2, "EXPERTS": 8, "MANY": 60},
     measuring: {"_COPIED_BYTES": 1 << 16},
-    timing: {
-        **{"Load": small_load, "QUICK_RUNS": 2, "WARM_UP": 1},
-        **{"HIDDEN": 64, "EXPERTS": 8, "TOPK": 2, "PAIR_TOKENS": (1, 8), "REPLAYS": 2, "OPS_IN_A_ROW": 3, "LOOPS": 1},
-        **{"BLOCKS": (8,), "SIDE": 32, "OVERLAP_WARM_UP": 1},
-    },
-    loads: {"HIDDEN": 64, "TOPK": 2, "EXPERTS": 8, "QUICK_RUNS": 2, "WARM_UP": 1, "PAIRS_IN_GRAPH": 2, "REPLAYS": 2},
+    pairs: {"Load": small_load, "WARM_UP": 1, "PAIRS_IN_GRAPH": 2, "REPLAYS": 2, "OPS_IN_A_ROW": 3, "LOOPS": 1},
+    timing: {"Load": small_load, "QUICK_RUNS": 2, "BLOCKS": (8,), "SIDE": 32, "OVERLAP_WARM_UP": 1},
+    loads: {"HIDDEN": 64, "TOPK": 2, "EXPERTS": 8, "QUICK_RUNS": 2, "WARM_UP": 1},
 }
 
 
@@ -90,8 +87,7 @@ def prepare(step: str) -> Any:
     if step in COMPILES:
         return gpu
     stand_in(_ForGood, gpu)
-    for module in (measuring, timing):
-        module.Flush = SmallFlush
+    measuring.Flush = SmallFlush  # type: ignore[assignment,misc]
     torch.cuda.CUDAGraph = functools.partial(captured_graphs.Graph, gpu)  # type: ignore[assignment,misc]
     torch.cuda.graph = _graph  # type: ignore[assignment,misc]
     torch.cuda.set_sync_debug_mode = lambda mode: None  # guards calls of CUDA's runtime, and none is made here

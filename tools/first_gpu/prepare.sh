@@ -2,11 +2,13 @@
 # Pack what a first run on a GPU takes along: bash tools/first_gpu/prepare.sh DIRECTORY. Needs no GPU.
 #
 # For a machine without a network that is at hand for minutes. DIRECTORY then has a wheel of this commit, packages which
-# torch's CUDA builds do not bring, and compiled kernels. Its Python there runs run.sh.
+# torch's CUDA builds do not bring, the tests, and compiled kernels. Its Python there runs run.sh.
 #
 #   PYTHON    of the same version as on that machine (default python3)
 #   COMPILER  a Python whose NVRTC is that machine's (default .venv/bin/python); other versions find no kernel
 #   ARCH      of its GPU (default sm_90a)
+#   TESTS     file or directory of tests whose kernels are compiled, too
+#             (default tests/conformance/test_conformance.py; "" for none)
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 into=$(mkdir -p "$1" && cd "$1" && pwd)
@@ -25,9 +27,16 @@ git archive HEAD | tar -x -C "$into/source"
 "$into/venv/bin/pip" download --quiet --no-deps --only-binary=:all: --dest "$into" "$headers"
 "$into/venv/bin/pip" download --quiet --no-deps --only-binary=:all: --dest "$into" --constraint constraints.txt \
   nvshmem4py-cu13
+"$into/venv/bin/pip" download --quiet --only-binary=:all: --dest "$into" --constraint constraints.txt \
+  pytest pytest-timeout hypothesis
+git archive HEAD pyproject.toml tests | xz > "$into/tests.tar.xz"
 rm -rf "$into/venv" "$into/source"
 
 (cd / && "$compiler" -m moe_rt compile --into "$into/kernels" --arch "${ARCH:-sm_90a}")
+tests=${TESTS-tests/conformance/test_conformance.py}
+if [ -n "$tests" ]; then
+  MOE_RT_CACHE=$into/kernels "$compiler" -m pytest -q -p no:cacheprovider --gpu-rehearsal "${ARCH:-sm_90a}" "$tests"
+fi
 tar -C "$into" -cJf "$into/kernels.tar.xz" kernels # a tenth as large
 rm -rf "$into/kernels"
 du -sh "$into"

@@ -23,7 +23,7 @@ class Clock:
     """Times of one step on one rank. perf_counter_ns is one clock for all processes of a Linux machine.
 
     Attributes:
-        isolated: (start, end) of every iteration that began at a barrier.
+        isolated: (start, end) of every iteration that began at a barrier; virtual ranks' begin at another zero each.
         chains: (start, end) of every chain of iterations without barriers.
         error: message of a failed check, or "".
     """
@@ -82,10 +82,9 @@ def _one_turn(world: World, step: Step, clock: Clock, share: int, cold: bool, ch
     for i in range(first + 1, first + 1 + share):
         output = None  # free the previous output outside of the timed iteration
         world.meet(cold)
-        start = perf_counter_ns()
+        begun = world.start()
         output = step.run(i)
-        world.processor.finish()
-        clock.isolated.append((start, perf_counter_ns()))
+        clock.isolated.append(world.stop(begun))
     if check:
         _check(step, first + share, output, clock)
     output = None

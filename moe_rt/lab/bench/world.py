@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from moe_rt.errors import PeerTimeout
 from moe_rt.group.groups import Group
 from moe_rt.group.rendezvous import Rendezvous, StoreRendezvous, ThreadGroup
 from moe_rt.group.thread_ranks import ThreadRanks, torch_device
+from moe_rt.lab.testing.streams import StreamGate
 
 
 class Processor:
@@ -93,6 +95,7 @@ class World:
         barrier: starts every isolated iteration.
         processor: the rank's core or GPU.
         mpi: True if mpirun started the ranks.
+        gate: lets the streams of virtual ranks begin together; None for other ranks.
     """
 
     rank: int
@@ -102,6 +105,7 @@ class World:
     barrier: SpinBarrier
     processor: Processor
     mpi: bool
+    gate: StreamGate | None = None
 
     def meet(self, cold: bool = False) -> None:
         """Wait until every rank is here and idle; if `cold`, with its caches full of other data."""
@@ -110,9 +114,32 @@ class World:
         self.processor.finish()
         self.barrier.wait()
 
+    def start(self) -> Any:
+        """Begin an iteration; return what `stop` takes.
+
+        Virtual ranks are timed by events of their streams, which are held until all hosts have queued the iteration:
+        one after another, under Python's lock, that takes longer than an op of few tokens.
+        """
+        return perf_counter_ns() if self.gate is None else (self.gate.wait(), _event_now())
+
+    def stop(self, begun: Any) -> tuple[int, int]:
+        """Wait for the iteration, and return its begin and end in nanoseconds of one clock of all ranks."""
+        if self.gate is None:
+            self.processor.finish()
+            return begun, perf_counter_ns()
+        (origin, begin), end = begun, _event_now()
+        self.processor.finish()
+        return round(1e6 * origin.elapsed_time(begin)), round(1e6 * origin.elapsed_time(end))
+
     def gather(self, text: str) -> list[str]:
         """All-gather a text, in rank order. Collective."""
         return self.board.all_gather(text, TIMEOUT_S)
+
+
+def _event_now() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def pin(cores: list[int]) -> None:
@@ -159,11 +186,12 @@ def run_threads(
         device, reserve_bytes: the ranks' device and its reserved memory, as for `group.thread_ranks.ThreadRanks`.
     """
     shared = mmap.mmap(-1, barrier_bytes(size))
+    gate = StreamGate(size, TIMEOUT_S) if torch_device(device).type == "cuda" else None
 
     def rank_main(group: ThreadGroup) -> None:
         pin([cores[group.rank % len(cores)]])
         # sleep(0) releases the interpreter lock; no other rank can arrive without it.
         barrier = SpinBarrier(shared, group.rank, size, lambda: time.sleep(0))
-        work(World(group.rank, size, group, group, barrier, Processor(device), mpi=False))
+        work(World(group.rank, size, group, group, barrier, Processor(device), mpi=False, gate=gate))
 
     ThreadRanks(size, device, reserve_bytes=reserve_bytes).run(rank_main, seconds=threading.TIMEOUT_MAX)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,41 +151,6 @@ class Flush:
 
     def run(self) -> None:
         self._memory.zero_()
-
-
-# About 1 ms. Hosts of virtual ranks meet and then take turns under Python's lock: 3 ms were too few for eight of them,
-# since ops of few tokens then seemed to take 1 to 2 ms, and 0.02 to 0.2 ms in a replayed graph (H200, 2026-11-27).
-_CYCLES_OF_A_MS = 2_000_000
-
-
-def hold(num_ranks: int) -> None:
-    """Keep the current stream busy for some ms, in which all hosts queue what is timed next."""
-    torch.cuda._sleep((2 + num_ranks) * _CYCLES_OF_A_MS)
-
-
-class StreamMeeting:
-    """Barrier of streams: no rank's stream continues until all have arrived. Hosts wait for each other, not for the
-    device."""
-
-    def __init__(self, size: int, seconds: float) -> None:
-        self._size, self._seconds = size, seconds
-        self._barrier = threading.Barrier(size)
-        self._events: list[list[Any]] = [[], []]
-        self._here = threading.local()
-
-    def wait(self) -> None:
-        """Wait for all streams. Every rank must call this the same number of times."""
-        if self._size == 1:
-            return
-        turn = self._here.turn = getattr(self._here, "turn", 0) + 1
-        event = torch.cuda.Event()
-        event.record()
-        if self._barrier.wait(self._seconds) == 0:
-            self._events[(turn + 1) % 2] = []  # the previous meeting's, which all ranks have left
-        self._events[turn % 2].append(event)
-        self._barrier.wait(self._seconds)
-        for other in self._events[turn % 2]:
-            other.wait()
 
 
 RANGE = "moe_rt measured"
