@@ -254,6 +254,8 @@ def test_calibrations_are_kept_and_checked(tmp_path: Path) -> None:
     for spoil, message in (
         ({"version": 99}, r"version: got \['99'\], expected 3"),
         ({"colour": "red"}, "unexpected keyword argument 'colour'"),
+        ({"family": "rings"}, "family: got rings, expected one of direct, "),
+        ({"parameters": {"t0": 1.0}}, r"parameters: got other ones \(B_link, .*calibrate again with this version"),
     ):
         (tmp_path / "b.json").write_text(json.dumps([document[0] | spoil]))
         with pytest.raises(InvalidConfig, match=message):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from moe_rt.config.placement import Placement
 from moe_rt.errors import MoeRtError
 from moe_rt.info import machine_card
 from moe_rt.lab.bench.cases import Case
+from moe_rt.lab.bench.contestants.moe import Timed
 from moe_rt.lab.bench.inputs import route
 from moe_rt.lab.bench.launch import RankFailed
 from moe_rt.lab.bench.run import Settings, run
@@ -33,7 +35,7 @@ SHAPES = (
     (2, 2048, 256, 8, 64, "uniform"),
     (2, 512, 7168, 8, 64, "uniform"),
     (2, 4096, 1024, 1, 8, "uniform"),
-    (2, 1024, 2048, 4, 16, "lognormal:1.5"),
+    (4, 1024, 1024, 2, 16, "onehot"),
     (1, 512, 2048, 4, 16, "uniform"),
     (4, 16, 2048, 4, 16, "uniform"),
     (4, 512, 2048, 4, 16, "uniform"),
@@ -44,14 +46,17 @@ OPS = ("dispatch", "combine", "pair")
 ROUNDS = 3  # that calibrations measure all shapes
 
 
-def cases_of(
-    shapes: Sequence[tuple[int, int, int, int, int, str]], ops: Sequence[str] = OPS, nodes: int = 0
-) -> list[Case]:
-    """Return a case for each shape and op; with `nodes`, ranks are spread over that number of emulated ones."""
-    names = ("ranks", "tokens", "hidden", "topk", "experts", "routing")
-    where = {"nodes": nodes, "heap": "ucx"} if nodes else {}
+def cases_of(shapes: Sequence[tuple[Any, ...]], ops: Sequence[str] = OPS, nodes: int = 0) -> list[Case]:
+    """Return a case for each shape and op.
+
+    Args:
+        shapes: ranks, tokens, hidden, topk, experts, routing, and for layers the experts' inner size.
+        nodes: emulated ones over which ranks are spread; 0 for this host.
+    """
+    names = ("ranks", "tokens", "hidden", "topk", "experts", "routing", "intermediate")
+    where: dict[str, Any] = {"nodes": nodes, "heap": "ucx"} if nodes else {}
     return [
-        Case(name="plan", op=op, **where, **dict(zip(names, shape, strict=True)))  # type: ignore[arg-type]
+        Case(name="plan", op=op, **where, **dict(zip(names, shape, strict=False)))  # type: ignore[arg-type]
         for op in ops
         for shape in shapes
     ]
@@ -62,8 +67,13 @@ def machine_name(card: dict[str, Any]) -> str:
     return f"{CPU}{card['cpu']}, {card['cores']} cores"
 
 
+# Ranks keep freed memory and their caches, as in a loop that does nothing else.
+TIMED = f"{Timed.__module__}:{Timed.__name__}"
+USUAL = Settings(contestants=(TIMED,), iters=None, warmup=3, seed=0, malloc="recycle", cold=False)
+
+
 def measure(
-    cases: list[Case], iters: int | None, progress: Any, seed: int = 0, rounds: int = 1
+    cases: list[Case], iters: int | None, progress: Any, rounds: int = 1, settings: Settings = USUAL
 ) -> list[dict[str, str]]:
     """Benchmark moe_rt on cases, and return lines of measurements in the columns of COLUMNS, one for each phase.
 
@@ -71,21 +81,28 @@ def measure(
         rounds: times that all cases are measured, each in new processes. A line has the median, because a process keeps
             for its life the memory that it was given, and other programs come and go.
     """
-    settings = Settings(contestants=("moe_rt",), iters=iters, warmup=3, seed=seed, malloc="recycle", cold=False)
+    settings = replace(settings, iters=iters)
     documents = [run(cases, settings, False, progress) for _ in range(rounds)]
     lines = []
     for place, case in enumerate(cases):
         for turn, result in enumerate(documents[0]["runs"][place]["results"]):
             found = [document["runs"][place]["results"][turn]["isolated_us"]["p50"] for document in documents]
-            lines.append(_line(case, result["phase"], float(np.median(found)), documents[0]["machine"], seed))
+            lines.append(_line(case, result["phase"], float(np.median(found)), documents[0]["machine"], settings.seed))
     return lines
+
+
+def _routed(case: Case, seed: int) -> str:
+    """Return what the routes of a case's first inputs decide, as notes: the busiest rank, and ranks of a token."""
+    owner = np.array(Placement.contiguous(case.experts, case.ranks).ranks)
+    owners = owner[np.concatenate([route(case, seed, rank, 0).numpy() for rank in range(case.ranks)])]
+    loads = np.bincount(owners.reshape(-1), minlength=case.ranks)
+    visited = np.mean([len(set(row)) for row in owners.tolist()])
+    return f"busiest={loads.max() / loads.mean():.3f}; to_ranks={visited:.3f}; routing={case.routing}"
 
 
 def _line(case: Case, phase: str, us: float, card: dict[str, Any], seed: int) -> dict[str, str]:
     """Return one measurement; the library's name says that nodes are emulated, as their links are others."""
-    owner = np.array(Placement.contiguous(case.experts, case.ranks).ranks)
-    ids = np.concatenate([route(case, seed, rank, 0).numpy() for rank in range(case.ranks)])
-    loads = np.bincount(owner[ids].reshape(-1), minlength=case.ranks)
+    products = f"; intermediate={case.intermediate}" if case.op == "layer" else ""
     nodes = case.nodes or 1
     values = dict(
         source=f"moe-rt bench, commit {card['commit']}",
@@ -94,16 +111,18 @@ def _line(case: Case, phase: str, us: float, card: dict[str, Any], seed: int) ->
         op=case.op + ("+backward" if "backward" in phase else ""), ep_size=case.ranks,
         tokens_per_rank=case.tokens, hidden=case.hidden, topk=case.topk, experts=case.experts, dtype=case.dtype,
         latency_us=f"{us:.5g}", bandwidth_gbs="",
-        notes=f"busiest={loads.max() / loads.mean():.3f}; {card['date'][:10]}; load {card['load_average']}",
+        notes=f"{_routed(case, seed)}{products}; {card['date'][:16]}; load {card['load_average']}",
     )  # fmt: skip
     return {name: str(value) for name, value in values.items()}
 
 
-def measure_with_progress(cases: list[Case], iters: int | None, rounds: int = ROUNDS) -> list[dict[str, str]]:
+def measure_with_progress(
+    cases: list[Case], iters: int | None, rounds: int = ROUNDS, settings: Settings = USUAL
+) -> list[dict[str, str]]:
     """Measure while a bar shows how far it is."""
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("measuring", total=len(cases) * rounds)
-        return measure(cases, iters, lambda part: bar.advance(task, part), rounds=rounds)
+        return measure(cases, iters, lambda part: bar.advance(task, part), rounds, settings)
 
 
 def write_lines(path: Path, lines: list[dict[str, str]]) -> None:
