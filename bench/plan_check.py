@@ -4,10 +4,10 @@
     python bench/plan_check.py --out bench/results/DIRECTORY
 
 The first form measures what a piece's tables lack, in each of three rounds of new processes, and stops after
-`--seconds`; the next call continues. What was measured while other programs used the cores is left out. The second
-predicts all that was measured, prints a line for each prediction, and last one JSON line: errors, and how much two
-rounds of one shape differ, which no prediction can undercut. Layers and two emulated nodes have shapes of their own for
-calibration.
+`--seconds`; the next call continues. What was measured while other programs used the cores is left out. What was
+measured while a virtual machine's cores did not share a cache is a system of its own. The second form predicts all that
+was measured, prints a line for each prediction, and last one JSON line: errors, and how much two rounds of one shape
+differ. Layers and two emulated nodes have shapes of their own for calibration.
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ from typing import Any
 import click
 import numpy as np
 
+from moe_rt.config.tuning import Tuning
 from moe_rt.errors import expect
 from moe_rt.info import machine_card
-from moe_rt.lab.bench.calibrate import ROUNDS, SHAPES, TIMED, USUAL, cases_of, machine_name, measure
+from moe_rt.lab.bench.calibrate import ROUNDS, SHAPES, TIMED, USUAL, cases_of, line_of, machine_name, measure
 from moe_rt.lab.bench.cases import Case
-from moe_rt.plan.calibration import Library, calibrate, save
+from moe_rt.plan.calibration import Calibration, Library, calibrate, save
 from moe_rt.plan.points import COLUMNS, Row, read_rows
 
 PARTS = ("calibrated", "predicted")
 TOGETHER = 12  # cases that the same processes measure
-MOST_OF_OTHERS = 0.05  # share of the cores that other programs may use during a measurement
+MOST_OF_OTHERS = 0.25  # share of the cores that other programs may use, starts of processes included
+APART = ", cores apart"
 # None of these is a shape of the calibration.
 OTHERS = (
     (1, 2048, 2048, 4, 16, "uniform"),
@@ -124,31 +126,57 @@ PIECES: dict[str, tuple[str, tuple[str, ...], int, int, Any, Any]] = {
 def main(out: Path, pieces: tuple[str, ...], rounds: int, seconds: float) -> None:
     """Measure what pieces lack, or predict what was measured."""
     out.mkdir(parents=True, exist_ok=True)
-    ends = time.monotonic() + seconds
+    ends, known = time.monotonic() + seconds, measure_probe(2)
     for piece in pieces:
-        while any(missing(out, piece, rounds)) and time.monotonic() < ends:
-            for batch in missing(out, piece, rounds):
-                if time.monotonic() < ends:
-                    measure_batch(out, piece, batch)
-        click.echo(f"{piece}: {'not ' if any(missing(out, piece, rounds)) else ''}all is measured")
-    if not pieces:
-        report(out)
+        while batch := next(missing(out, piece, rounds, known), None):
+            if time.monotonic() > ends:
+                return click.echo(f"{piece}: not all is measured; run it again")
+            known = measure_batch(out, piece, batch, known)
+        click.echo(f"{piece}: all is measured")
+    return None if pieces else report(out)
 
 
-def measure_batch(out: Path, piece: str, batch: list[tuple[str, Case]]) -> None:
-    """Measure cases and keep their lines, unless other programs used the cores meanwhile."""
+def probe_of(ranks: int) -> Case:
+    """Return a small case, whose lines show whether the cores share a cache; those of large ones have left it."""
+    return cases_of([(ranks, 64, 64, 1, 8, "uniform")], ("dispatch",))[0]
+
+
+def measure_probe(ranks: int) -> bool:
+    """Return True if the cores do not share a cache now."""
+    (line,) = measure([probe_of(ranks)], 20, lambda part: None)
+    return line_of(line) > Tuning().near_ns
+
+
+def measure_batch(out: Path, piece: str, batch: list[tuple[str, Case]], cores_apart: bool) -> bool:
+    """Measure cases, and keep their lines unless other programs used the cores meanwhile, or the cores moved.
+
+    Lines that were measured while cores did not share a cache name another library: other calibrations predict them.
+
+    Args:
+        cores_apart: True if the cores did not share a cache in the last batch.
+
+    Returns:
+        The same for this one.
+    """
     contestant, _, _, iters, *_ = PIECES[piece]
     began, before = time.monotonic(), cpu_seconds()
     cases = [case for _, case in batch]
-    lines = measure(cases, iters, lambda part: None, settings=replace(USUAL, contestants=(contestant,)))
+    probes = [probe_of(cases[0].ranks)] * (cases[0].ranks > 1 and not cases[0].nodes)
+    given = [*probes, *cases, *probes]
+    lines = measure(given, iters, lambda part: None, settings=replace(USUAL, contestants=(contestant,)))
     all_s, own_s = (after - start for after, start in zip(cpu_seconds(), before, strict=True))
     others = (all_s - own_s) / (time.monotonic() - began) / (os.cpu_count() or 1)
-    if others > MOST_OF_OTHERS:
-        return click.echo(f"{piece}: other programs used {others:.0%} of the cores; {len(batch)} cases are left out")
+    states = {line_of(line) > Tuning().near_ns for line in (lines[0], lines[-1])} if probes else {cores_apart}
+    if others > MOST_OF_OTHERS or len(states) > 1:
+        click.echo(f"{piece}: {len(batch)} cases are left out: other programs used {others:.0%}, or cores moved")
+        return line_of(lines[-1]) > Tuning().near_ns if probes else cores_apart
+    (cores_apart,) = states
+    for line in lines:
+        line["notes"] += f"; others {others:.1%}"
+        line["library"] += APART * cores_apart
     for part, case in batch:
-        own = [line for line in lines if key_of(line) == key_of_case(case)]
-        append(out / f"{part}-{piece}.csv", [ln | {"notes": f"{ln['notes']}; others {others:.1%}"} for ln in own])
-    return None
+        append(out / f"{part}-{piece}.csv", [line for line in lines if key_of(line) == key_of_case(case)])
+    return cores_apart
 
 
 def cpu_seconds() -> tuple[float, float]:
@@ -175,14 +203,15 @@ def key_of(line: dict[str, str]) -> str:
     return " ".join([*(line[name].removesuffix("+backward") for name in names), routing])
 
 
-def missing(out: Path, piece: str, rounds: int) -> Iterator[list[tuple[str, Case]]]:
+def missing(out: Path, piece: str, rounds: int, cores_apart: bool) -> Iterator[list[tuple[str, Case]]]:
     """Yield batches of cases, with their parts, that have fewer lines than rounds: ranks and rounds apart."""
     _, ops, nodes, _, *shapes = PIECES[piece]
+    each = 2 if piece == "layer" else 1  # lines of a case
     for turn in range(rounds):
         todo = []
         for part, chosen in zip(PARTS, shapes, strict=True):
-            known = [key_of(line) for line in lines_of(out / f"{part}-{piece}.csv")]
-            each = 2 if piece == "layer" else 1
+            lines = lines_of(out / f"{part}-{piece}.csv")
+            known = [key_of(line) for line in lines if (APART in line["library"]) is cores_apart]
             todo += [(part, c) for c in cases_of(chosen, ops, nodes) if known.count(key_of_case(c)) <= turn * each]
         todo.sort(key=lambda one: (one[1].ranks, one[1].op))
         for ranks in sorted({case.ranks for _, case in todo}):
@@ -208,16 +237,47 @@ def append(path: Path, lines: list[dict[str, str]]) -> None:
         writer.writerows(lines)
 
 
-def medians(rows: list[Row]) -> tuple[list[Row], list[float]]:
-    """Return one row for each shape, with the median of its rounds, and how much any two rounds differ, relatively."""
+def least(rows: list[Row]) -> tuple[list[Row], list[float]]:
+    """Return one row for each shape, with the least of its rounds, and how much any two rounds differ, relatively.
+
+    What a virtual machine shares, memory and caches, only adds to a time.
+    """
     groups: dict[Any, list[Row]] = {}
     for row in rows:
         groups.setdefault((row.system.key, row.op, row.shape), []).append(row)
     apart = [
         abs(a.latency_us / b.latency_us - 1) for group in groups.values() for a, b in combinations(group, 2)
     ]  # fmt: skip
-    middle = [replace(g[0], latency_us=float(np.median([row.latency_us for row in g]))) for g in groups.values()]
-    return middle, apart
+    return [min(group, key=lambda row: row.latency_us) for group in groups.values()], apart
+
+
+Found = tuple[str, Row, float, bool]  # op, measurement, signed relative error, and whether p5 to p95 holds it
+
+
+def errors_of(known: list[Row], others: list[Row]) -> tuple[list[Found], list[Calibration]]:
+    """Return the errors of predictions that rely on the least times of other shapes, and the calibrations."""
+    fitted = calibrate(least(known)[0], date=machine_card()["date"][:10])
+    library, found = Library(fitted), list[Found]()
+    calibrated = {(row.system.key, row.op) for row in known}
+    for row in least(others)[0]:
+        if (row.system.key, row.op) not in calibrated:
+            continue
+        guess = library.predict(row.system, row.op, row.shape)
+        name = row.op + row.system.library.removeprefix("moe_rt")
+        inside = guess.p5_us <= row.latency_us <= guess.p95_us
+        found.append((name, row, guess.us / row.latency_us - 1, inside))
+    return found, fitted
+
+
+def figures_of(found: list[Found]) -> dict[str, float]:
+    """Return the errors of some predictions as plain numbers."""
+    errors = np.abs([error for _, _, error, _ in found])
+    return {
+        "predicted": len(found),
+        "median": round(float(np.median(errors)), 4),
+        "p95": round(float(np.quantile(errors, 0.95)), 4),
+        "inside_p5_p95": round(float(np.mean([inside for *_, inside in found])), 3),
+    }
 
 
 def report(out: Path) -> None:
@@ -226,30 +286,22 @@ def report(out: Path) -> None:
         [row for path in sorted(out.glob(f"{part}-*.csv")) for _, row in read_rows(path)[0]] for part in PARTS
     )
     expect(bool(known and others), "pieces", "none", f"measured ones: --piece {', '.join(PIECES)}")
-    card = machine_card()
-    (known, _), (others, apart) = medians(known), medians(others)
-    fitted = calibrate(known, date=card["date"][:10])
+    found, fitted = errors_of(known, others)
     save(fitted, out / "calibration.json")
-    library, found = Library(fitted), dict[str, list[tuple[float, bool]]]()
-    for row in others:
-        guess, shape = library.predict(row.system, row.op, row.shape), row.shape
-        error = guess.us / row.latency_us - 1
-        name = row.op + (" between nodes" if "nodes" in row.system.library else "")
-        found.setdefault(name, []).append((abs(error), guess.p5_us <= row.latency_us <= guess.p95_us))
-        sizes = f"R={shape.ranks:g} T={shape.tokens:g} H={shape.hidden:g} K={shape.topk:g} E={shape.experts:g}"
-        times = f"measured {row.latency_us:.1f} us, predicted {guess.us:.1f} us, error {error:+.1%}"
-        click.echo(f"{name}, {sizes}, busiest {shape.busiest:.2f}: {times}")
-    for name, pairs in found.items():
-        errors = [error for error, _ in pairs]
-        click.echo(f"{name}: {len(pairs)} shapes, median {np.median(errors):.1%}, p95 {np.quantile(errors, 0.95):.1%}")
-    errors, inside = np.array([pair for pairs in found.values() for pair in pairs]).T
+    ops: dict[str, list[Found]] = {}
+    for one in found:
+        name, row, error, _ = one
+        ops.setdefault(name, []).append(one)
+        x = row.shape
+        sizes = f"R={x.ranks:g} T={x.tokens:g} H={x.hidden:g} K={x.topk:g} E={x.experts:g}, busiest {x.busiest:.2f}"
+        click.echo(f"{name}, {sizes}: measured {row.latency_us:.1f} us, error {error:+.1%}")
+    (_, of_known), (_, of_others) = least(known), least(others)
+    card, between = machine_card(), [*of_known, *of_others]
     figures = {
-        "device": machine_name(card), "date": card["date"], "calibrated": len(known), "predicted": len(errors),
-        "median_absolute_error": round(float(np.median(errors)), 4),
-        "p95_absolute_error": round(float(np.quantile(errors, 0.95)), 4),
-        "inside_p5_p95": round(float(np.mean(inside)), 3),
-        "median_between_rounds": round(float(np.median(apart)), 4) if apart else None,
-        "p95_between_rounds": round(float(np.quantile(apart, 0.95)), 4) if apart else None,
+        "device": machine_name(card), "date": card["date"], "calibrated": len(least(known)[0]), **figures_of(found),
+        "median_between_rounds": round(float(np.median(between)), 4) if between else None,
+        "p95_between_rounds": round(float(np.quantile(between, 0.95)), 4) if between else None,
+        "ops": {name: figures_of(members) for name, members in ops.items()},
     }  # fmt: skip
     (out / "errors.json").write_text(json.dumps(figures, indent=1) + "\n")
     click.echo(json.dumps(figures))

@@ -21,7 +21,8 @@ from moe_rt.lab.bench.cases import Case
 from moe_rt.lab.bench.contestants.moe import Timed
 from moe_rt.lab.bench.inputs import route
 from moe_rt.lab.bench.launch import RankFailed
-from moe_rt.lab.bench.run import Settings, run
+from moe_rt.lab.bench.run import Settings
+from moe_rt.lab.bench.run import run as run_cases
 from moe_rt.plan.calibration import Calibration, save
 from moe_rt.plan.calibration import calibrate as fit_all
 from moe_rt.plan.points import COLUMNS, Row, parse, read_rows
@@ -78,17 +79,30 @@ def measure(
     """Benchmark moe_rt on cases, and return lines of measurements in the columns of COLUMNS, one for each phase.
 
     Args:
-        rounds: times that all cases are measured, each in new processes. A line has the median, because a process keeps
-            for its life the memory that it was given, and other programs come and go.
+        rounds: times that all cases are measured, each in new processes. A line has the least of their medians, because
+            a process keeps for its life the memory that it was given, and other programs only add.
     """
     settings = replace(settings, iters=iters)
-    documents = [run(cases, settings, False, progress) for _ in range(rounds)]
+    documents = [run_cases(cases, settings, False, progress) for _ in range(rounds)]
     lines = []
     for place, case in enumerate(cases):
-        for turn, result in enumerate(documents[0]["runs"][place]["results"]):
-            found = [document["runs"][place]["results"][turn]["isolated_us"]["p50"] for document in documents]
-            lines.append(_line(case, result["phase"], float(np.median(found)), documents[0]["machine"], settings.seed))
+        runs = [document["runs"][place] for document in documents]
+        line_ns = min(map(_line_ns, runs))
+        for turn, result in enumerate(runs[0]["results"]):
+            us = min(run["results"][turn]["isolated_us"]["p50"] for run in runs)
+            line = _line(case, result["phase"], us, documents[0]["machine"], settings.seed)
+            lines.append(line | {"notes": f"{line['notes']}; line {line_ns:.0f} ns"})
     return lines
+
+
+def line_of(line: dict[str, str]) -> float:
+    """Return the time to read a line of a peer, in ns, that a measurement's notes state."""
+    return float(line["notes"].split("; line ")[1].split()[0])
+
+
+def _line_ns(run: dict[str, Any]) -> float:
+    """Return the median time to read a line that a peer has just written, in ns; 0 of one rank."""
+    return float(np.median([ns for row in run["line_latency_ns"] for ns in row if ns > 0] or [0.0]))
 
 
 def _routed(case: Case, seed: int) -> str:
