@@ -4,9 +4,9 @@
     python bench/plan_check.py --out bench/results/DIRECTORY
 
 The first form measures what a piece's tables lack, in each of three rounds of new processes, and stops after
-`--seconds`; the next call continues. What was measured while other programs used the cores is left out. What was
-measured while a virtual machine's cores did not share a cache is a system of its own. The second form predicts all that
-was measured, prints a line for each prediction, and last one JSON line: errors, and how much two rounds of one shape
+`--seconds`; the next call continues. A shape's time is the least of its rounds: other programs, other virtual machines
+that share memory and caches, and cores that do not share a cache only add. The second form predicts all that was
+measured, prints a line for each prediction, and last one JSON line: errors, and how much two rounds of one shape
 differ. Layers and two emulated nodes have shapes of their own for calibration.
 """
 
@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import resource
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,18 +24,15 @@ from typing import Any
 import click
 import numpy as np
 
-from moe_rt.config.tuning import Tuning
 from moe_rt.errors import expect
 from moe_rt.info import machine_card
-from moe_rt.lab.bench.calibrate import ROUNDS, SHAPES, TIMED, USUAL, cases_of, line_of, machine_name, measure
+from moe_rt.lab.bench.calibrate import ROUNDS, SHAPES, TIMED, USUAL, cases_of, machine_name, measure
 from moe_rt.lab.bench.cases import Case
 from moe_rt.plan.calibration import Calibration, Library, calibrate, save
 from moe_rt.plan.points import COLUMNS, Row, read_rows
 
 PARTS = ("calibrated", "predicted")
 TOGETHER = 12  # cases that the same processes measure
-MOST_OF_OTHERS = 0.25  # share of the cores that other programs may use, starts of processes included
-APART = ", cores apart"
 # None of these is a shape of the calibration.
 OTHERS = (
     (1, 2048, 2048, 4, 16, "uniform"),
@@ -126,68 +121,18 @@ PIECES: dict[str, tuple[str, tuple[str, ...], int, int, Any, Any]] = {
 def main(out: Path, pieces: tuple[str, ...], rounds: int, seconds: float) -> None:
     """Measure what pieces lack, or predict what was measured."""
     out.mkdir(parents=True, exist_ok=True)
-    ends, known = time.monotonic() + seconds, measure_probe(2)
+    ends = time.monotonic() + seconds
     for piece in pieces:
-        while batch := next(missing(out, piece, rounds, known), None):
+        contestant, _, _, iters, *_ = PIECES[piece]
+        settings = replace(USUAL, contestants=(contestant,))
+        for batch in missing(out, piece, rounds):
             if time.monotonic() > ends:
                 return click.echo(f"{piece}: not all is measured; run it again")
-            known = measure_batch(out, piece, batch, known)
+            lines = measure([case for _, case in batch], iters, lambda part: None, settings=settings)
+            for part, case in batch:
+                append(out / f"{part}-{piece}.csv", [line for line in lines if key_of(line) == key_of_case(case)])
         click.echo(f"{piece}: all is measured")
     return None if pieces else report(out)
-
-
-def probe_of(ranks: int) -> Case:
-    """Return a small case, whose lines show whether the cores share a cache; those of large ones have left it."""
-    return cases_of([(ranks, 64, 64, 1, 8, "uniform")], ("dispatch",))[0]
-
-
-def measure_probe(ranks: int) -> bool:
-    """Return True if the cores do not share a cache now."""
-    (line,) = measure([probe_of(ranks)], 20, lambda part: None)
-    return line_of(line) > Tuning().near_ns
-
-
-def measure_batch(out: Path, piece: str, batch: list[tuple[str, Case]], cores_apart: bool) -> bool:
-    """Measure cases, and keep their lines unless other programs used the cores meanwhile, or the cores moved.
-
-    Lines that were measured while cores did not share a cache name another library: other calibrations predict them.
-
-    Args:
-        cores_apart: True if the cores did not share a cache in the last batch.
-
-    Returns:
-        The same for this one.
-    """
-    contestant, _, _, iters, *_ = PIECES[piece]
-    began, before = time.monotonic(), cpu_seconds()
-    cases = [case for _, case in batch]
-    probes = [probe_of(cases[0].ranks)] * (cases[0].ranks > 1 and not cases[0].nodes)
-    given = [*probes, *cases, *probes]
-    lines = measure(given, iters, lambda part: None, settings=replace(USUAL, contestants=(contestant,)))
-    all_s, own_s = (after - start for after, start in zip(cpu_seconds(), before, strict=True))
-    others = (all_s - own_s) / (time.monotonic() - began) / (os.cpu_count() or 1)
-    states = {line_of(line) > Tuning().near_ns for line in (lines[0], lines[-1])} if probes else {cores_apart}
-    if others > MOST_OF_OTHERS or len(states) > 1:
-        click.echo(f"{piece}: {len(batch)} cases are left out: other programs used {others:.0%}, or cores moved")
-        return line_of(lines[-1]) > Tuning().near_ns if probes else cores_apart
-    (cores_apart,) = states
-    for line in lines:
-        line["notes"] += f"; others {others:.1%}"
-        line["library"] += APART * cores_apart
-    for part, case in batch:
-        append(out / f"{part}-{piece}.csv", [line for line in lines if key_of(line) == key_of_case(case)])
-    return cores_apart
-
-
-def cpu_seconds() -> tuple[float, float]:
-    """Return the seconds for which all cores worked since they started, a hypervisor's included; and those of this
-    program and its ended children."""
-    user, nice, system, _, _, irq, softirq, steal, *_ = map(
-        int, Path("/proc/stat").read_text().split("\n")[0].split()[1:]
-    )
-    busy = user + nice + system + irq + softirq + steal
-    own = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return busy / os.sysconf("SC_CLK_TCK"), sum(used.ru_utime + used.ru_stime for used in own)
 
 
 def key_of_case(case: Case) -> str:
@@ -203,15 +148,14 @@ def key_of(line: dict[str, str]) -> str:
     return " ".join([*(line[name].removesuffix("+backward") for name in names), routing])
 
 
-def missing(out: Path, piece: str, rounds: int, cores_apart: bool) -> Iterator[list[tuple[str, Case]]]:
+def missing(out: Path, piece: str, rounds: int) -> Iterator[list[tuple[str, Case]]]:
     """Yield batches of cases, with their parts, that have fewer lines than rounds: ranks and rounds apart."""
     _, ops, nodes, _, *shapes = PIECES[piece]
     each = 2 if piece == "layer" else 1  # lines of a case
     for turn in range(rounds):
         todo = []
         for part, chosen in zip(PARTS, shapes, strict=True):
-            lines = lines_of(out / f"{part}-{piece}.csv")
-            known = [key_of(line) for line in lines if (APART in line["library"]) is cores_apart]
+            known = [key_of(line) for line in lines_of(out / f"{part}-{piece}.csv")]
             todo += [(part, c) for c in cases_of(chosen, ops, nodes) if known.count(key_of_case(c)) <= turn * each]
         todo.sort(key=lambda one: (one[1].ranks, one[1].op))
         for ranks in sorted({case.ranks for _, case in todo}):
@@ -238,10 +182,7 @@ def append(path: Path, lines: list[dict[str, str]]) -> None:
 
 
 def least(rows: list[Row]) -> tuple[list[Row], list[float]]:
-    """Return one row for each shape, with the least of its rounds, and how much any two rounds differ, relatively.
-
-    What a virtual machine shares, memory and caches, only adds to a time.
-    """
+    """Return one row for each shape, with the least of its rounds, and how much any two rounds differ, relatively."""
     groups: dict[Any, list[Row]] = {}
     for row in rows:
         groups.setdefault((row.system.key, row.op, row.shape), []).append(row)

@@ -129,25 +129,30 @@ def _pairs(p: Values, x: Points) -> Array:
 
 
 def _copies(p: Values, x: Points) -> Array:
-    """Copy rows between processes of one machine, whose cores and caches all ranks share.
+    """Copy rows between processes of one machine, whose cores, caches and memory all ranks share.
 
     A token's row is copied once, then once for each rank that it visits, then once for each expert; combine does the
-    reverse. What all ranks copy in such a step either fits their last-level cache or goes through memory.
+    reverse. What all ranks copy in such a step either fits their last-level cache or goes through memory. Copies take
+    as long as the busiest core, or as the memory system needs for all ranks, whatever is longer.
     """
-    turns = np.maximum(1.0, x.ranks / x.sms_of_gpu)  # ranks that take turns on one core
-    rows, visits = x.tokens * x.topk * x.busiest, x.tokens * x.to_ranks * x.busiest
-    work = rows * p["c_entry"] / 1e3 + _products(p, x)
-    for count, rate in ((x.tokens, "B_tokens"), (visits, "B_visits"), (rows, "B_rows")):
+    turns = np.ceil(x.ranks / x.sms_of_gpu)  # ranks that take turns on one core
+    of_core = np.maximum(turns, x.busiest)
+    work = x.tokens * x.topk * of_core * p["c_entry"] / 1e3 + _products(p, x, turns)
+    for count, most, rate in (
+        (x.tokens, turns, "B_tokens"),
+        (x.tokens * x.to_ranks, of_core, "B_visits"),
+        (x.tokens * x.topk, of_core, "B_rows"),
+    ):
         held = x.ranks * count * x.row_bytes / 1e6
         uncached = 1 + p["slower"] * held**2 / (held**2 + p["cache"] ** 2)
-        work = work + count * x.row_bytes / p[rate] / 1e3 * uncached
+        work = work + count * x.row_bytes * np.maximum(most, x.ranks * p["alone"]) / p[rate] / 1e3 * uncached
     latency = p["t0"] + p["t_peer"] * (x.ranks - 1) * turns
-    return _whole(p, latency, turns * work)
+    return _whole(p, latency, work)
 
 
-def _products(p: Values, x: Points) -> Array:
+def _products(p: Values, x: Points, turns: Array) -> Array:
     """Return the time of the busiest rank's experts: operations, the reading of weights, and calls; 0 without any."""
-    rows, local = x.tokens * x.topk * x.busiest, x.experts / x.ranks
+    rows, local = x.tokens * x.topk * np.maximum(turns, x.busiest), x.experts / x.ranks * turns
     inner = x.hidden * x.intermediate
     read = np.minimum(local, x.ranks * rows) * 3 * inner * x.row_bytes / x.hidden
     calls = np.where(inner > 0, p["t_layer"] + local * p["c_expert"], 0.0)
@@ -233,6 +238,7 @@ FAMILIES = {
                 Parameter("B_rows", "GB/s", 10.0, 0.7),
                 Parameter("slower", "1", 0.5, 0.7),
                 Parameter("cache", "MB", 16.0, 0.5),
+                Parameter("alone", "1", 0.7, 0.3),
                 Parameter("F_products", "GFLOP/s", 50.0, 1.0),
                 Parameter("B_weights", "GB/s", 10.0, 1.0),
                 Parameter("c_expert", "us", 10.0, 1.0),

@@ -95,11 +95,6 @@ def measure(
     return lines
 
 
-def line_of(line: dict[str, str]) -> float:
-    """Return the time to read a line of a peer, in ns, that a measurement's notes state."""
-    return float(line["notes"].split("; line ")[1].split()[0])
-
-
 def _line_ns(run: dict[str, Any]) -> float:
     """Return the median time to read a line that a peer has just written, in ns; 0 of one rank."""
     return float(np.median([ns for row in run["line_latency_ns"] for ns in row if ns > 0] or [0.0]))
