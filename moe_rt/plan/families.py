@@ -145,6 +145,9 @@ def _copies(p: Values, x: Points) -> Array:
     ):
         held = x.ranks * count * x.row_bytes / 1e6
         uncached = 1 + p["slower"] * held**2 / (held**2 + p["cache"] ** 2)
+        if rate == "B_rows":
+            streamed = 1 / (1 + (p["stream"] / np.maximum(held, 1e-9)) ** 8)
+            uncached = (1 - streamed) * uncached + streamed * p["past"]
         work = work + count * x.row_bytes * np.maximum(most, x.ranks * p["alone"]) / p[rate] / 1e3 * uncached
     latency = p["t0"] + p["t_peer"] * (x.ranks - 1) * turns
     return _whole(p, latency, work)
@@ -238,6 +241,8 @@ FAMILIES = {
                 Parameter("B_rows", "GB/s", 10.0, 0.7),
                 Parameter("slower", "1", 0.5, 0.7),
                 Parameter("cache", "MB", 16.0, 0.5),
+                Parameter("stream", "MB", 25.6, 0.05),
+                Parameter("past", "1", 1.0, 0.7),
                 Parameter("alone", "1", 0.7, 0.3),
                 Parameter("F_products", "GFLOP/s", 50.0, 1.0),
                 Parameter("B_weights", "GB/s", 10.0, 1.0),
