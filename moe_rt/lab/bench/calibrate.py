@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from moe_rt.config.placement import Placement
+from moe_rt.config.tuning import Tuning
 from moe_rt.errors import MoeRtError
 from moe_rt.info import machine_card
 from moe_rt.lab.bench.cases import Case
@@ -100,6 +101,18 @@ def _line_ns(run: dict[str, Any]) -> float:
     return float(np.median([ns for row in run["line_latency_ns"] for ns in row if ns > 0] or [0.0]))
 
 
+def cores_apart(lines: list[dict[str, str]]) -> str:
+    """Return a warning if the cores did not share a cache while lines were measured, which a virtual machine decides.
+
+    The least time to read a peer's line counts, since large shapes evict lines from any cache.
+    """
+    read_ns = [float(found[1]) for line in lines if (found := re.search(r"; line (\d+) ns", line["notes"]))]
+    least = min((ns for ns in read_ns if ns > 0), default=0.0)
+    if least <= Tuning().near_ns:
+        return ""
+    return f"cores do not share a cache now ({least:.0f} ns a line): calibrate again later, to see if they ever do"
+
+
 def _routed(case: Case, seed: int) -> str:
     """Return what the routes of a case's first inputs decide, as notes: the busiest rank, and ranks of a token."""
     owner = np.array(Placement.contiguous(case.experts, case.ranks).ranks)
@@ -154,6 +167,8 @@ def _fitted(csv_file: Path | None, iters: int | None, keep: Path | None) -> tupl
     lines = measure_with_progress(cases_of(SHAPES), iters)
     if keep is not None:
         write_lines(keep, lines)
+    if warning := cores_apart(lines):
+        click.echo(warning, err=True)
     rows = [parse(line) for line in lines]
     source = f"moe-rt calibrate, moe_rt {card['moe_rt']}, commit {card['commit']}"
     return fit_all(rows, source=source, device=machine_name(card), date=card["date"][:10]), 0
