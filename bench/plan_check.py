@@ -69,7 +69,7 @@ SHAPES_OF_LAYERS = (
     (4, 64, 1024, 2, 16, "uniform", 512),
     (4, 512, 512, 4, 16, "uniform", 256),
     (3, 256, 512, 2, 12, "uniform", 512),
-    (4, 256, 512, 2, 16, "onehot", 512),
+    (4, 256, 512, 2, 16, "uniform", 512),
 )
 OTHERS_OF_LAYERS = (
     (1, 512, 512, 2, 8, "uniform", 512),
@@ -77,13 +77,13 @@ OTHERS_OF_LAYERS = (
     (2, 4, 2048, 4, 32, "uniform", 512),
     (2, 64, 1024, 8, 64, "uniform", 256),
     (2, 256, 1024, 4, 16, "uniform", 1024),
-    (2, 512, 512, 1, 8, "lognormal:2", 512),
+    (2, 512, 512, 1, 8, "uniform", 512),
     (2, 1024, 1024, 2, 16, "uniform", 512),
     (2, 2048, 256, 4, 32, "uniform", 256),
     (3, 128, 1024, 4, 24, "uniform", 512),
     (4, 128, 2048, 2, 16, "uniform", 512),
     (4, 256, 1024, 4, 32, "uniform", 256),
-    (4, 512, 512, 2, 16, "lognormal:1.5", 512),
+    (4, 512, 512, 2, 16, "uniform", 512),
 )
 SHAPES_OF_NODES = (
     (4, 1, 7168, 8, 64, "uniform"),
@@ -137,7 +137,8 @@ def main(out: Path, pieces: tuple[str, ...], rounds: int, seconds: float) -> Non
 
 def key_of_case(case: Case) -> str:
     """Return what distinguishes a case's lines from those of other cases of a piece."""
-    sizes = (case.op, case.ranks, case.tokens, case.hidden, case.topk, case.experts, case.routing)
+    routing = "router" if case.op == "layer" else case.routing
+    sizes = (case.op, case.ranks, case.tokens, case.hidden, case.topk, case.experts, routing)
     return " ".join(map(str, sizes))
 
 

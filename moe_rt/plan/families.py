@@ -157,7 +157,8 @@ def _products(p: Values, x: Points, turns: Array) -> Array:
     """Return the time of the busiest rank's experts: operations, the reading of weights, and calls; 0 without any."""
     rows, local = x.tokens * x.topk * np.maximum(turns, x.busiest), x.experts / x.ranks * turns
     inner = x.hidden * x.intermediate
-    read = np.minimum(local, x.ranks * rows) * 3 * inner * x.row_bytes / x.hidden
+    chosen = 1 - (1 - x.topk / x.experts) ** (x.ranks * x.tokens)  # share of the experts that receive a row
+    read = local * chosen * 3 * inner * x.row_bytes / x.hidden
     calls = np.where(inner > 0, p["t_layer"] + local * p["c_expert"], 0.0)
     return rows * 6 * inner / p["F_products"] / 1e3 + read / p["B_weights"] / 1e3 + calls
 
@@ -234,18 +235,18 @@ FAMILIES = {
             "rows copied through memory that processes of one machine share",
             (
                 Parameter("t0", "us", 10.0, 0.7),
-                Parameter("t_peer", "us", 3.0, 0.7),
-                Parameter("c_entry", "ns", 20.0, 0.7),
-                Parameter("B_tokens", "GB/s", 10.0, 0.7),
-                Parameter("B_visits", "GB/s", 10.0, 0.7),
-                Parameter("B_rows", "GB/s", 10.0, 0.7),
-                Parameter("slower", "1", 0.5, 0.7),
-                Parameter("cache", "MB", 16.0, 0.5),
+                Parameter("t_peer", "us", 5.0, 0.7),
+                Parameter("c_entry", "ns", 45.0, 0.7),
+                Parameter("B_tokens", "GB/s", 15.0, 0.7),
+                Parameter("B_visits", "GB/s", 15.0, 0.7),
+                Parameter("B_rows", "GB/s", 40.0, 0.9),
+                Parameter("slower", "1", 1.2, 0.7),
+                Parameter("cache", "MB", 12.0, 0.4),
                 Parameter("stream", "MB", 25.6, 0.05),
                 Parameter("past", "1", 1.0, 0.7),
                 Parameter("alone", "1", 0.7, 0.3),
                 Parameter("F_products", "GFLOP/s", 50.0, 1.0),
-                Parameter("B_weights", "GB/s", 10.0, 1.0),
+                Parameter("B_weights", "GB/s", 8.0, 0.5),
                 Parameter("c_expert", "us", 10.0, 1.0),
                 Parameter("t_layer", "us", 100.0, 1.0),
                 *_COMMON,

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 import numpy as np
+import torch
 from rich.console import Console
 from rich.progress import Progress
 
@@ -20,7 +21,8 @@ from moe_rt.errors import MoeRtError
 from moe_rt.info import machine_card
 from moe_rt.lab.bench.cases import Case
 from moe_rt.lab.bench.contestants.moe import Timed
-from moe_rt.lab.bench.inputs import route
+from moe_rt.lab.bench.expect import make_router
+from moe_rt.lab.bench.inputs import make_inputs, route
 from moe_rt.lab.bench.launch import RankFailed
 from moe_rt.lab.bench.run import Settings
 from moe_rt.lab.bench.run import run as run_cases
@@ -114,12 +116,22 @@ def cores_apart(lines: list[dict[str, str]]) -> str:
 
 
 def _routed(case: Case, seed: int) -> str:
-    """Return what the routes of a case's first inputs decide, as notes: the busiest rank, and ranks of a token."""
+    """Return what the routes of a case's first inputs decide, as notes: the busiest rank, and ranks of a token.
+
+    A layer routes its tokens by itself.
+    """
     owner = np.array(Placement.contiguous(case.experts, case.ranks).ranks)
-    owners = owner[np.concatenate([route(case, seed, rank, 0).numpy() for rank in range(case.ranks)])]
+    router = make_router(case) if case.op == "layer" else None
+    with torch.no_grad():
+        ids = [
+            route(case, seed, rank, 0) if router is None else router(make_inputs(case, seed, rank, 0).x)[0]
+            for rank in range(case.ranks)
+        ]
+    owners = owner[torch.cat(ids).numpy()]
     loads = np.bincount(owners.reshape(-1), minlength=case.ranks)
     visited = np.mean([len(set(row)) for row in owners.tolist()])
-    return f"busiest={loads.max() / loads.mean():.3f}; to_ranks={visited:.3f}; routing={case.routing}"
+    routing = case.routing if router is None else "router"
+    return f"busiest={loads.max() / loads.mean():.3f}; to_ranks={visited:.3f}; routing={routing}"
 
 
 def _line(case: Case, phase: str, us: float, card: dict[str, Any], seed: int) -> dict[str, str]:
