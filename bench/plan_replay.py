@@ -4,9 +4,9 @@
 
 A step is its MoE layers and the rest. Layers are predicted by a calibration that `moe-rt bench` makes with other
 numbers of tokens, from the busiest rank in each layer of the recorded step. The rest is timed by a run whose layers
-return at once: embedding, attention, head, loss, the sum of gradients over ranks, clipping, and the optimizer, experts
-included. Between two uses of a layer a step touches more memory than the caches hold, so the benchmark's caches are
-cold, and its memory is the system's as in the trainer. Parts that are in the directory are not measured again;
+return their input: embedding, attention, head, loss, the sum of gradients over ranks, clipping, and the optimizer,
+experts included. Between two uses of a layer a step touches more memory than the caches hold, so the benchmark's caches
+are cold, and its memory is the system's as in the trainer. Parts that are in the directory are not measured again;
 `--seconds` stops before the next part. Run it on an idle machine.
 """
 
@@ -50,7 +50,7 @@ OP, LONG = "layer+backward", ("busiest", "medians_us")
 
 
 def config_of(out: Path, ranks: int) -> TrainConfig:
-    """Return the run on so many ranks, with as many sequences for each of them."""
+    """Return the run on this many ranks, with as many sequences for each of them."""
     batch = SEQUENCES * ranks
     return TrainConfig(
         out=out, num_layers=LAYERS, hidden=HIDDEN, intermediate=INTERMEDIATE, num_experts=EXPERTS, num_topk=TOPK,
@@ -60,15 +60,15 @@ def config_of(out: Path, ranks: int) -> TrainConfig:
 
 
 def train_here(out: Path, ranks: int, idle: bool) -> None:
-    """Train as one of the ranks that torchrun started; if `idle`, with layers that return at once."""
+    """Train as one of the ranks that torchrun started; if `idle`, with layers that return their input."""
     config = config_of(out, ranks)
     if not idle:
         return loop.train(replace(config, record_routes=out / "routes.npz"))
-    MoELayer.forward = _return_at_once  # type: ignore[method-assign,assignment]
+    MoELayer.forward = _return_input  # type: ignore[method-assign,assignment]
     return loop.train(config)
 
 
-def _return_at_once(layer: MoELayer, x: Tensor) -> tuple[Tensor, RouterAux]:
+def _return_input(layer: MoELayer, x: Tensor) -> tuple[Tensor, RouterAux]:
     zero, counts = x.new_zeros(()), torch.ones(layer.config.num_experts, dtype=torch.int64)
     return x, RouterAux(zero, zero, zero, counts)
 

@@ -108,11 +108,9 @@ def plan(
 ) -> None:
     """Predict one plan; see ABOUT."""
     if context.invoked_subcommand is not None:
-        return
-    given = [name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
-    if not given:
-        click.echo(context.get_help())
-        return
+        return None
+    if all(context.get_parameter_source(name) is not ParameterSource.COMMANDLINE for name in context.params):
+        return click.echo(context.get_help())
     if model is None or gpus is None or tokens is None:
         raise click.UsageError("a plan needs --model, --gpus and --tokens")
     if as_json and measured:
@@ -138,14 +136,14 @@ def plan(
     if export is not None:
         click.echo(write_export(made, export, known), err=True)
     if as_json:
-        click.echo(json.dumps(made.document()))
-        return
+        return click.echo(json.dumps(made.document()))
     _show(made)
     if capacity_factor is not None:
         ep_size = made.layers[0].configuration.ep_size
         click.echo(capacity_advice(capacity_factor, tokens, sizes.topk, ep_size, shares))
     for text in measured:
         click.echo(explain(made.layers[0], text))
+    return None
 
 
 def _tune(model: Model, cluster: Cluster, tokens: int, shares: Array, *, trials: int, as_json: bool) -> None:
@@ -244,7 +242,7 @@ def _show(made: Plan) -> None:
         console.print(f"left out {left_out[0]}{more}: {reason}", soft_wrap=True)
 
 
-# What makes an op slower than its calibration, by mode, and how each shows.
+# Causes that make an op slower than its calibration, by mode, and how each shows.
 CAUSES = {
     "low_latency": (
         "a cold start, if the first calls are slowest: time after several calls, between events of one stream",

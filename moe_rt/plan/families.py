@@ -148,7 +148,7 @@ def _copies(p: Values, x: Points) -> Array:
         if rate == "B_rows":
             streamed = 1 / (1 + (p["stream"] / np.maximum(held, 1e-9)) ** 8)
             uncached = (1 - streamed) * uncached + streamed * p["past"]
-        work = work + count * x.row_bytes * np.maximum(most, x.ranks * p["alone"]) / p[rate] / 1e3 * uncached
+        work = work + count * x.row_bytes * np.maximum(most, x.ranks * p["one_core"]) / p[rate] / 1e3 * uncached
     latency = p["t0"] + p["t_peer"] * (x.ranks - 1) * turns
     return _whole(p, latency, work)
 
@@ -244,7 +244,7 @@ FAMILIES = {
                 Parameter("cache", "MB", 12.0, 0.4),
                 Parameter("stream", "MB", 25.6, 0.05),
                 Parameter("past", "1", 1.0, 0.7),
-                Parameter("alone", "1", 0.7, 0.3),
+                Parameter("one_core", "1", 0.7, 0.3),
                 Parameter("F_products", "GFLOP/s", 50.0, 1.0),
                 Parameter("B_weights", "GB/s", 8.0, 0.5),
                 Parameter("c_expert", "us", 10.0, 1.0),

@@ -34,7 +34,7 @@ class OneThread(MoeRt):
 
 
 class TwoThreads(OneThread):
-    """The same with two threads."""
+    """moe_rt with two threads of each rank that move rows."""
 
     name = "moe_rt_two_threads"
     num_threads = 2
