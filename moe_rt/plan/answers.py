@@ -14,7 +14,7 @@ from moe_rt.plan.memory import deepep_low_latency_bytes
 from moe_rt.plan.models import Model
 from moe_rt.plan.points import Shape
 from moe_rt.plan.routing import Overflow, overflow, popularity, rank_loads
-from moe_rt.plan.systems import CPU, System, gpu_of, row_bytes, system_of
+from moe_rt.plan.systems import CPU, System, gpu_of, refuse_mixed, row_bytes, system_of
 
 EFFICIENCY = 0.5  # share of a GPU's peak that grouped products reach, unless stated
 CONTENTION = 1.5  # communication under products takes 1.3 to 1.9 times as long in DeepSeek's published trace
@@ -41,6 +41,7 @@ class Cluster:
         expect(self.domain > 0, "domain", self.domain, "a positive number")
         expect(0 < self.efficiency <= 1, "efficiency", self.efficiency, "a number above 0, at most 1")
         gpu_of(self.hardware)
+        refuse_mixed(self.hardware)
 
     @property
     def modes(self) -> tuple[str, ...]:
@@ -285,6 +286,7 @@ def make_plan(
         InvalidConfig: the sizes make no sense together, or no configuration can be predicted; says why.
     """
     expect(isinstance(tokens, int) and tokens > 0, "tokens", tokens, "a positive number")
+    expect(capacity_factor is None or capacity_factor > 0, "capacity_factor", capacity_factor, "a positive number")
     common = math.gcd(model.experts, cluster.gpus)
     fits = (
         cluster.gpus == 1 or common == cluster.gpus or (cluster.gpus % common == 0 and common >= min(cluster.domain, 8))

@@ -243,9 +243,15 @@ def load(path: Path | Traversable) -> list[Calibration]:
         raise InvalidConfig(f"calibration {path}: got {error}, expected a JSON list of calibrations") from error
     expect(versions <= {VERSION}, f"calibration {path}: version", sorted(map(str, versions)), str(VERSION))
     try:
-        return [Calibration(**document) for document in documents]
+        found = [Calibration(**document) for document in documents]
     except TypeError as error:
         raise InvalidConfig(f"calibration {path}: got {error}, expected the fields of a calibration") from error
+    for one in found:
+        expect(one.family in FAMILIES, f"calibration {path}: family", one.family, f"one of {', '.join(FAMILIES)}")
+        unlike = ", ".join(sorted(set(FAMILIES[one.family].names) ^ set(one.parameters)))
+        wanted = f"those of {one.family}; calibrate again with this version"
+        expect(not unlike, f"calibration {path}: parameters", f"other ones ({unlike})", wanted)
+    return found
 
 
 class Library:

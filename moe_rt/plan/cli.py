@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 from rich.table import Table
 
@@ -107,18 +108,20 @@ def plan(
 ) -> None:
     """Predict one plan; see ABOUT."""
     if context.invoked_subcommand is not None:
-        return
-    if model is None:
-        click.echo(context.get_help())
-        return
-    if gpus is None or tokens is None:
-        raise click.UsageError("--model needs --gpus and --tokens")
+        return None
+    if all(context.get_parameter_source(name) is not ParameterSource.COMMANDLINE for name in context.params):
+        return click.echo(context.get_help())
+    if model is None or gpus is None or tokens is None:
+        raise click.UsageError("a plan needs --model, --gpus and --tokens")
+    if as_json and measured:
+        raise click.UsageError("--measured: got it with --json, expected one of them: its answer is a sentence")
     known = published() if calibration is None else Library([*load(calibration), *published().calibrations])
     known = Library(known.calibrations, guess)
     if real:
         return _tune_real(find_model(model), gpus, tokens, trials=trials, as_json=as_json)
     if hardware == "cpu":
-        hardware, domain = _own_machine(known), gpus
+        hardware = _own_machine(known)
+    domain = gpus if hardware.startswith(CPU) else domain
     sizes, cluster = find_model(model), Cluster(gpus, hardware, domain, library, efficiency)
     shares = popularity(sizes.experts, sigma)
     if trace is not None:
@@ -133,14 +136,14 @@ def plan(
     if export is not None:
         click.echo(write_export(made, export, known), err=True)
     if as_json:
-        click.echo(json.dumps(made.document()))
-        return
+        return click.echo(json.dumps(made.document()))
     _show(made)
     if capacity_factor is not None:
         ep_size = made.layers[0].configuration.ep_size
         click.echo(capacity_advice(capacity_factor, tokens, sizes.topk, ep_size, shares))
     for text in measured:
         click.echo(explain(made.layers[0], text))
+    return None
 
 
 def _tune(model: Model, cluster: Cluster, tokens: int, shares: Array, *, trials: int, as_json: bool) -> None:
@@ -161,10 +164,14 @@ def _tune_real(model: Model, ranks: int, tokens: int, *, trials: int, as_json: b
 
 
 def _own_machine(known: Library) -> str:
-    """Return the name of the machine whose CPU ranks are calibrated."""
+    """Return the name of this machine, whose CPU ranks must be calibrated."""
+    info, bench = import_module("moe_rt.info"), import_module("moe_rt.lab.bench.calibrate")  # both are above this one
+    own = bench.machine_name(info.machine_card())
     names = sorted({one.hardware for one in known.calibrations if one.hardware.startswith(CPU)})
-    expect(len(names) == 1, "hardware", f"cpu and {len(names)} calibrated machines", "one in --calibration FILE")
-    return names[0]
+    got = f"cpu, and calibrations of {' and '.join(names) or 'no CPU'}"
+    expected = f"one of this machine, {own}, in --calibration FILE (moe-rt calibrate); or another's name as --hardware"
+    expect(own in names, "hardware", got, expected)
+    return str(own)
 
 
 @plan.command()
@@ -227,8 +234,33 @@ def _show(made: Plan) -> None:
     best = made.layers[0]
     total = best.step_us * made.model.layers / 1e3
     console.print(f"{made.model.layers} layers: {total:.1f} ms; calibrated by {best.dispatch.basis}", soft_wrap=True)
-    for name, reason in list(made.refused.items())[:3]:
-        console.print(f"left out {name}: {reason}", soft_wrap=True)
+    names: dict[str, list[str]] = {}
+    for name, reason in made.refused.items():
+        names.setdefault(reason, []).append(name)
+    for reason, left_out in list(names.items())[:3]:
+        more = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
+        console.print(f"left out {left_out[0]}{more}: {reason}", soft_wrap=True)
+
+
+# Causes that make an op slower than its calibration, by mode, and how each shows.
+CAUSES = {
+    "low_latency": (
+        "a cold start, if the first calls are slowest: time after several calls, between events of one stream",
+        "a late rank, if the other op is as much faster: each waits for all ranks",
+        "a slower link class, if few tokens are within the interval and many are not (NVLink, or IB to every GPU?)",
+    ),
+    "normal": (
+        "few SMs, if the op has about {sms:.0f} of 24 (num_sms)",
+        "allocation, if the first calls are slowest: received rows have another size in each step",
+        "a late rank, if the other op is as much faster: each waits for all ranks",
+        "a slower link class, if few tokens are within the interval and many are not (NVLink, or IB to every GPU?)",
+    ),
+    "copies": (
+        "other programs, or ranks that share a core: compare the load with the number of cores",
+        "malloc, if large batches are slow and small ones are not: fresh pages (moe-rt bench --malloc recycle, system)",
+        "another machine state, if `moe-rt calibrate` now gives other parameters",
+    ),
+}
 
 
 def explain(layer: Layer, text: str) -> str:
@@ -239,14 +271,18 @@ def explain(layer: Layer, text: str) -> str:
         raise click.UsageError(f"--measured: got {text!r}, expected dispatch=MICROSECONDS or combine=MICROSECONDS")
     us, estimate = float(given), known[op]
     ratio = us / estimate.us
+    if us < estimate.p5_us:
+        return (
+            f"{op}: measured {us:g} us is below the interval from {estimate.p5_us:.0f} us: is the op over when timed?"
+        )
     if us <= estimate.p95_us:
         return f"{op}: measured {us:g} us is within the interval up to {estimate.p95_us:.0f} us"
-    return (
-        f"{op}: measured {us:g} us is {ratio:.1f} times the prediction. Skew explains it if the busiest rank receives "
-        f"{ratio * layer.busiest:.1f} times an even share (see max/mean of your counts); fewer SMs if the op has about "
-        f"{24 / ratio:.0f} of 24; allocation if the first calls are slowest; a slower link class if small batches are "
-        f"within the interval and large ones are not."
-    )
+    causes = [
+        f"skew, if the busiest rank receives {ratio * layer.busiest:.1f} times an even share (max/mean of your counts)",
+        *CAUSES[layer.configuration.mode],
+    ]
+    usual = f"{op}: measured {us:g} us is {ratio:.1f} times the prediction. What explains it:"
+    return "\n  ".join([usual, *(text.format(sms=24 / ratio) for text in causes)])
 
 
 @plan.command(help="Answer a question by name: " + "; ".join(f"{n}: {q.__doc__}" for n, q in QUESTIONS.items()))

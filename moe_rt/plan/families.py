@@ -129,14 +129,38 @@ def _pairs(p: Values, x: Points) -> Array:
 
 
 def _copies(p: Values, x: Points) -> Array:
-    """Copy rows between processes of one machine, whose cores and caches all ranks share."""
-    turns = np.maximum(1.0, x.ranks / x.sms_of_gpu)  # ranks that take turns on one core
-    rows, visits = x.tokens * x.topk * x.busiest, x.tokens * x.to_ranks * x.busiest
-    work = rows * p["c_entry"] / 1e3 + x.row_bytes * (rows / p["B_rows"] + visits / p["B_visits"]) / 1e3
-    held = x.ranks * (rows + visits) * x.row_bytes / 1e6
-    uncached = 1 + p["slower"] * held**2 / (held**2 + p["cache"] ** 2)
+    """Copy rows between processes of one machine, whose cores, caches and memory all ranks share.
+
+    A token's row is copied once, then once for each rank that it visits, then once for each expert; combine does the
+    reverse. What all ranks copy in such a step either fits their last-level cache or goes through memory. Copies take
+    as long as the busiest core, or as the memory system needs for all ranks, whatever is longer.
+    """
+    turns = np.ceil(x.ranks / x.sms_of_gpu)  # ranks that take turns on one core
+    of_core = np.maximum(turns, x.busiest)
+    work = x.tokens * x.topk * of_core * p["c_entry"] / 1e3 + _products(p, x, turns)
+    for count, most, rate in (
+        (x.tokens, turns, "B_tokens"),
+        (x.tokens * x.to_ranks, of_core, "B_visits"),
+        (x.tokens * x.topk, of_core, "B_rows"),
+    ):
+        held = x.ranks * count * x.row_bytes / 1e6
+        uncached = 1 + p["slower"] * held**2 / (held**2 + p["cache"] ** 2)
+        if rate == "B_rows":
+            streamed = 1 / (1 + (p["stream"] / np.maximum(held, 1e-9)) ** 8)
+            uncached = (1 - streamed) * uncached + streamed * p["past"]
+        work = work + count * x.row_bytes * np.maximum(most, x.ranks * p["one_core"]) / p[rate] / 1e3 * uncached
     latency = p["t0"] + p["t_peer"] * (x.ranks - 1) * turns
-    return _whole(p, latency, turns * work * uncached)
+    return _whole(p, latency, work)
+
+
+def _products(p: Values, x: Points, turns: Array) -> Array:
+    """Return the time of the busiest rank's experts: operations, the reading of weights, and calls; 0 without any."""
+    rows, local = x.tokens * x.topk * np.maximum(turns, x.busiest), x.experts / x.ranks * turns
+    inner = x.hidden * x.intermediate
+    chosen = 1 - (1 - x.topk / x.experts) ** (x.ranks * x.tokens)  # share of the experts that receive a row
+    read = local * chosen * 3 * inner * x.row_bytes / x.hidden
+    calls = np.where(inner > 0, p["t_layer"] + local * p["c_expert"], 0.0)
+    return rows * 6 * inner / p["F_products"] / 1e3 + read / p["B_weights"] / 1e3 + calls
 
 
 _COMMON = (
@@ -211,12 +235,20 @@ FAMILIES = {
             "rows copied through memory that processes of one machine share",
             (
                 Parameter("t0", "us", 10.0, 0.7),
-                Parameter("t_peer", "us", 3.0, 0.7),
-                Parameter("c_entry", "ns", 20.0, 0.7),
-                Parameter("B_rows", "GB/s", 8.0, 0.7),
-                Parameter("B_visits", "GB/s", 10.0, 0.7),
-                Parameter("slower", "1", 0.5, 0.7),
-                Parameter("cache", "MB", 32.0, 0.5),
+                Parameter("t_peer", "us", 5.0, 0.7),
+                Parameter("c_entry", "ns", 45.0, 0.7),
+                Parameter("B_tokens", "GB/s", 15.0, 0.7),
+                Parameter("B_visits", "GB/s", 15.0, 0.7),
+                Parameter("B_rows", "GB/s", 40.0, 0.9),
+                Parameter("slower", "1", 1.2, 0.7),
+                Parameter("cache", "MB", 12.0, 0.4),
+                Parameter("stream", "MB", 25.6, 0.05),
+                Parameter("past", "1", 1.0, 0.7),
+                Parameter("one_core", "1", 0.7, 0.3),
+                Parameter("F_products", "GFLOP/s", 50.0, 1.0),
+                Parameter("B_weights", "GB/s", 8.0, 0.5),
+                Parameter("c_expert", "us", 10.0, 1.0),
+                Parameter("t_layer", "us", 100.0, 1.0),
                 *_COMMON,
             ),
             _copies,

@@ -41,6 +41,7 @@ class Shape:
         sms_of_gpu: all SMs of the GPU.
         to_ranks, to_nodes: mean distinct ranks and domains that a token visits, its own included.
         busiest: rows of the busiest rank relative to the mean.
+        intermediate: inner size of the experts that an op includes; 0 for an exchange.
     """
 
     tokens: float
@@ -56,6 +57,7 @@ class Shape:
     to_ranks: float
     to_nodes: float
     busiest: float = 1.0
+    intermediate: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class Points:
     to_ranks: Array
     to_nodes: Array
     busiest: Array
+    intermediate: Array
 
     @classmethod
     def of(cls, shapes: Iterable[Shape]) -> Points:
@@ -198,9 +201,10 @@ def _shape(text: Mapping[str, str], system: System, ranks: float) -> Shape:
         row_bytes=row_bytes(system, "dispatch" if text["op"] == "pair" else text["op"], text["dtype"], hidden),
         sms=_note(text["notes"], "sms", _counted_sms(text["notes"], system.usual_sms)),
         sms_of_gpu=system.sms,
-        to_ranks=to_ranks,
+        to_ranks=_note(text["notes"], "to_ranks", to_ranks),
         to_nodes=to_nodes,
         busiest=_note(text["notes"], "busiest", 1.0),
+        intermediate=_note(text["notes"], "intermediate", 0.0),
     )
 
 

@@ -100,6 +100,21 @@ class System:
         return self.gpu.sms
 
 
+def names_gpu(hardware: str, gpu: Gpu) -> bool:
+    """Return True if a hardware's name contains a GPU's."""
+    return re.search(rf"(?:\b|(?<=\dx)){gpu.name}(?![0-9])", hardware, re.IGNORECASE) is not None
+
+
+def refuse_mixed(hardware: str) -> None:
+    """Raise InvalidConfig if a name contains GPUs of several kinds, or several networks: their slowest part decides."""
+    gpus = {(gpu.sms, gpu.link, gpu.link_gbs): gpu.name for gpu in GPUS if names_gpu(hardware, gpu)}
+    words = (*NETWORKS, ("ib", "ib"), ("infiniband", "ib"))
+    networks = {kind for word, kind in words if re.search(rf"\b{word}\b", hardware, re.IGNORECASE)}
+    for found in (sorted(gpus.values()), sorted(networks)):
+        got = f"{' and '.join(found)} in {hardware!r}"
+        expect(len(found) < 2, "hardware", got, "one kind: plan the slower one, which all ranks wait for")
+
+
 def gpu_of(hardware: str, guess: bool = False) -> Gpu:
     """Return the GPU that a name contains.
 
@@ -114,12 +129,13 @@ def gpu_of(hardware: str, guess: bool = False) -> Gpu:
         expect(cores is not None, "hardware", hardware, f"{CPU}MODEL, N cores")
         assert cores is not None
         return Gpu(hardware, int(cores[1]), 1.0, "shared memory", 0.1 * int(cores[1]), 10.0, 16.0)
-    found = next((gpu for gpu in GPUS if re.search(rf"\b{gpu.name}(?![0-9])", hardware, re.IGNORECASE)), None)
+    found = next((gpu for gpu in GPUS if names_gpu(hardware, gpu)), None)
     if found is None and guess:
         if re.search(r"AMD|Instinct|\bMI\d", hardware, re.IGNORECASE):
             return replace(gpu_of("MI300X"), name=hardware)
         return replace(gpu_of("H100"), name=hardware, link=UNKNOWN)
-    expect(found is not None, "hardware", hardware or "nothing", f"a name with {', '.join(gpu.name for gpu in GPUS)}")
+    known = f"a name with {', '.join(gpu.name for gpu in GPUS)}; or cpu, for ranks on this machine's cores"
+    expect(found is not None, "hardware", hardware or "nothing", known)
     assert found is not None
     return found
 

@@ -23,6 +23,7 @@ from moe_rt.plan.routing import capacity_advice, popularity
 
 QWEN = MODELS["qwen3-30b-a3b"]
 UNIFORM = popularity(QWEN.experts)
+PLANNED = ("--model", "mixtral-8x7b", "--gpus", "8", "--tokens", "4096")
 
 
 def invoke(*words: str):
@@ -77,7 +78,8 @@ def test_the_command_line_answers_in_json_and_tables() -> None:
     assert document["layers"][0]["configuration"]["ep_size"] in (2, 4)
     shown = invoke(*words, "--capacity-factor", "1.5", "--measured", "dispatch=1000")
     assert "overflows with probability" in shown.output
-    assert "Skew explains it if the busiest rank receives" in shown.output
+    assert "skew, if the busiest rank receives" in shown.output
+    assert "is the op over when timed?" in invoke(*words, "--measured", "dispatch=1").output
     assert "DeepEP-V1" in invoke("systems").output
     asked = invoke("ask", "payload", *words, "--json")
     assert json.loads(asked.output)["question"] == "payload"
@@ -108,10 +110,14 @@ def test_cpu_ranks_are_planned_from_a_calibration_of_their_machine(tmp_path: Pat
     config = dict(hidden_size=512, moe_intermediate_size=64, num_experts=128, num_experts_per_tok=8)
     (tmp_path / "config.json").write_text(json.dumps(config | dict(num_hidden_layers=2)))
     model = str(tmp_path / "config.json")
-    words = ("--model", model, "--gpus", "2", "--tokens", "128", "--hardware", "cpu", "--json")
-    document = json.loads(invoke(*words, "--calibration", str(tmp_path / "own.json")).output)
+    words = ("--model", model, "--gpus", "2", "--tokens", "128", "--calibration", str(tmp_path / "own.json"))
+    document = json.loads(invoke(*words, "--hardware", "cpu: chip, 2 cores", "--json").output)
     assert {layer["configuration"]["mode"] for layer in document["layers"]} == {"copies"}
-    assert "hardware: got cpu and 0 calibrated machines" in invoke(*words).output
+    slow = invoke(*words, "--hardware", "cpu: chip, 2 cores", "--measured", "combine=99999").output
+    assert "times the prediction. What explains it:" in slow
+    assert "malloc, if large batches are slow" in slow
+    own = invoke(*words, "--hardware", "cpu").output
+    assert "hardware: got cpu, and calibrations of cpu: chip, 2 cores, expected one of this machine" in own
 
 
 @pytest.mark.parametrize(
@@ -125,7 +131,13 @@ def test_cpu_ranks_are_planned_from_a_calibration_of_their_machine(tmp_path: Pat
         (("--model", "mixtral-8x7b", "--gpus", "8", "--tokens", "-1"), "tokens: got -1, expected a positive number"),
         (("--model", "mixtral-8x7b", "--gpus", "8", "--tokens", "1", "--hardware", "laptop"), "hardware: got laptop"),
         (("--model", "mixtral-8x7b", "--gpus", "1", "--tokens", "1"), "gpus: got 1, expected at least 2"),
-        (("--model", "mixtral-8x7b", "--gpus", "8"), "needs --gpus and --tokens"),
+        (("--model", "mixtral-8x7b", "--gpus", "8"), "a plan needs --model, --gpus and --tokens"),
+        (("--json",), "a plan needs --model, --gpus and --tokens"),
+        ((*PLANNED, "--json", "--measured", "dispatch=1"), "--measured: got it with --json"),
+        ((*PLANNED, "--capacity-factor", "-1"), "capacity_factor: got -1.0, expected a positive number"),
+        ((*PLANNED, "--hardware", "8x H100 + 8x A100"), "hardware: got A100 and H100 in '8x H100"),
+        ((*PLANNED, "--hardware", "H100 + IB and RoCE"), "hardware: got ib and roce in .* plan the slower one"),
+        ((*PLANNED, "--hardware", "cpu"), "expected one of this machine, cpu: .*calibrate"),
     ],
 )
 def test_bad_input_names_the_field(words: tuple[str, ...], message: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from moe_rt.errors import InvalidConfig
-from moe_rt.lab.bench.calibrate import cases_of, measure
+from moe_rt.lab.bench.calibrate import cases_of, cores_apart, measure
 from moe_rt.plan.calibration import Library, calibrate, load, published, save
 from moe_rt.plan.families import FAMILIES, pipelined
 from moe_rt.plan.fit import Correction, fit
@@ -58,6 +58,27 @@ def test_a_fit_predicts_times_that_it_did_not_see(mode: str, library: str) -> No
     error = np.abs(predicted / [r.latency_us for r in unseen] - 1)
     assert np.median(error) < 0.03
     assert all(value > 0 for value in values.values())
+
+
+def copies_us(**changes: str) -> float:
+    """Time of a dispatch on two cores, by usual parameters."""
+    line = LINE | dict(library="moe_rt", hardware="cpu: chip, 2 cores", mode="copies", dtype="bf16", nvlink_domain="4")
+    row = parse(line | dict(ep_size="4", tokens_per_rank="512", hidden="2048", topk="4", experts="16") | changes)
+    family = FAMILIES["copies"]
+    return float(family.seconds({p.name: p.usual for p in family.parameters}, Points.of([row.shape]))[0])
+
+
+def test_ranks_that_share_cores_wait_for_the_busiest_core_only() -> None:
+    """Four ranks take turns on two cores: one rank with twice the rows takes as long as two, not as four."""
+    assert copies_us(notes="busiest=2.0; to_ranks=2.9") == copies_us(notes="busiest=1.0; to_ranks=2.9")
+    assert copies_us(notes="busiest=4.0; to_ranks=2.9") > 1.3 * copies_us(notes="busiest=1.0; to_ranks=2.9")
+
+
+def test_a_layer_also_takes_its_products() -> None:
+    exchange, layer = copies_us(op="pair"), copies_us(op="layer", notes="intermediate=512")
+    flops = 512 * 4 * 6 * 2048 * 512
+    assert layer > exchange + 2 * flops / 50e3
+    assert copies_us(op="layer", notes="intermediate=512", tokens_per_rank="1") > 2 * 4 * 10, "experts of two ranks"
 
 
 def test_outliers_do_not_move_the_fit() -> None:
@@ -254,6 +275,8 @@ def test_calibrations_are_kept_and_checked(tmp_path: Path) -> None:
     for spoil, message in (
         ({"version": 99}, r"version: got \['99'\], expected 3"),
         ({"colour": "red"}, "unexpected keyword argument 'colour'"),
+        ({"family": "rings"}, "family: got rings, expected one of direct, "),
+        ({"parameters": {"t0": 1.0}}, r"parameters: got other ones \(B_link, .*calibrate again with this version"),
     ):
         (tmp_path / "b.json").write_text(json.dumps([document[0] | spoil]))
         with pytest.raises(InvalidConfig, match=message):
@@ -268,7 +291,14 @@ def test_a_benchmark_of_this_machine_gives_a_line_for_each_phase() -> None:
     assert [line["op"] for line in measured_lines] == ["layer", "layer+backward"]
     rows = [parse(line) for line in measured_lines]
     assert all(row.latency_us > 0 and row.system.family == "copies" for row in rows)
+    assert [row.shape.intermediate for row in rows] == [512, 512]
     assert {one.op for one in calibrate(rows, date="x")} == {"layer", "layer+backward"}
+
+
+@pytest.mark.parametrize(("ns", "warns"), [((0, 12, 400), False), ((0, 120, 400), True), ((0,), False)])
+def test_cores_without_a_common_cache_are_named(ns: tuple[int, ...], warns: bool) -> None:
+    text = cores_apart([{"notes": f"busiest=1.000; line {each} ns"} for each in ns])
+    assert ("cores do not share a cache now (120 ns a line)" in text) is warns
 
 
 def test_published_calibrations_name_their_source() -> None:

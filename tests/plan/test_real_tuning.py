@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from moe_rt.cli import main
 from moe_rt.errors import InvalidConfig
 from moe_rt.lab.bench import tune
+from moe_rt.lab.bench.contestants import find
 from moe_rt.lab.bench.launch import RankFailed
 from moe_rt.plan.models import Model
 
@@ -38,7 +39,8 @@ def test_every_configuration_does_the_same_work(monkeypatch: pytest.MonkeyPatch)
         cases.append((case, settings.contestants[0]))
         if case.ranks == 4:
             raise RankFailed("no memory")
-        return {"runs": [{"results": [{"phase": "forward", "isolated_us": {"p50": 10.0}}]}]}
+        name = find(settings.contestants[0]).name
+        return {"runs": [{"results": [{"contestant": name, "isolated_us": {"p50": 10.0}}]}]}
 
     monkeypatch.setattr(tune, "run", run)
     space = tune.real_space(MODEL, 4, 16)
@@ -48,8 +50,28 @@ def test_every_configuration_does_the_same_work(monkeypatch: pytest.MonkeyPatch)
     for (case, contestant), cost, number in zip(cases, costs, range(space.size), strict=True):
         knobs = space.at(number)
         assert case.ranks * case.tokens * int(knobs["micro_batches"]) == 4 * 16
-        assert (contestant == "moe_rt") is (knobs["num_threads"] == 1)
+        assert find(contestant) is tune.CONTESTANTS[int(knobs["num_threads"])]
         assert cost == (math.inf if case.ranks == 4 else 10.0 * float(knobs["micro_batches"]))
+
+
+def test_ranks_are_started_once_for_what_they_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(cases: list[Any], settings: Any, *rest: Any) -> dict[str, Any]:
+        results = [
+            [{"contestant": find(name).name, "isolated_us": {"p50": float(case.tokens + at)}}
+             for at, name in enumerate(settings.contestants)]
+            for case in cases
+        ]  # fmt: skip
+        return {"runs": [{"results": one} for one in results]}
+
+    monkeypatch.setattr(tune, "run", run)
+    space = tune.real_space(MODEL, 4, 16)
+    same = [n for n in range(space.size) if (space.at(n)["ep_size"], space.at(n)["heap"]) == (2, "shm")]
+    for number, cost in tune.real_costs(MODEL, 4, 16, space, same).items():
+        knobs = space.at(number)
+        batches, threads = int(knobs["micro_batches"]), int(knobs["num_threads"])
+        assert cost == (32 // batches + threads - 1) * batches
+    with pytest.raises(InvalidConfig, match="numbers: got 6 kinds of ranks, expected configurations that the same"):
+        tune.real_costs(MODEL, 4, 16, space, range(space.size))
 
 
 def test_a_cluster_is_no_machine() -> None:

@@ -155,3 +155,19 @@ def test_other_libraries_sizes_are_the_published_ones() -> None:
 def test_senseless_sizes_are_refused_by_name(field: str, call) -> None:
     with pytest.raises(InvalidConfig, match=f"^{field}: got .*expected"):
         call()
+
+
+@pytest.mark.parametrize(
+    "nodes", [(0, 0), (0, 1), (0, 1, 2), (0, 0, 1), (0, 0, 1, 1), (0, 0, 0, 1), (0,) * 8 + (1,) * 8]
+)
+@pytest.mark.parametrize(("topk", "experts"), [(1, 16), (2, 16), (4, 32), (8, 256)])
+def test_auto_takes_two_levels_where_the_planner_counts_fewer_bytes(
+    nodes: tuple[int, ...], topk: int, experts: int
+) -> None:
+    """The rule of route="auto" asks only for nodes that ranks share; with K = 1 both routes cross alike."""
+    topology = Topology(nodes)
+    rows = expected(64, topk, experts, topology)
+    crossing = [link_bytes(rows, 2.0, route).far_sent.sum() for route in ("flat", "two_level")]
+    takes_two_levels = topology.num_nodes > 1 and topology.shares_nodes
+    assert crossing[1] <= crossing[0] * (1 + 1e-9)
+    assert bool(crossing[1] < crossing[0] * (1 - 1e-6)) is (takes_two_levels and topk > 1)

@@ -5,21 +5,27 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
+import torch
 from rich.console import Console
 from rich.progress import Progress
 
 from moe_rt.config.placement import Placement
+from moe_rt.config.tuning import Tuning
 from moe_rt.errors import MoeRtError
 from moe_rt.info import machine_card
 from moe_rt.lab.bench.cases import Case
-from moe_rt.lab.bench.inputs import route
+from moe_rt.lab.bench.contestants.moe import Timed
+from moe_rt.lab.bench.expect import make_router
+from moe_rt.lab.bench.inputs import make_inputs, route
 from moe_rt.lab.bench.launch import RankFailed
-from moe_rt.lab.bench.run import Settings, run
+from moe_rt.lab.bench.run import Settings
+from moe_rt.lab.bench.run import run as run_cases
 from moe_rt.plan.calibration import Calibration, save
 from moe_rt.plan.calibration import calibrate as fit_all
 from moe_rt.plan.points import COLUMNS, Row, parse, read_rows
@@ -33,7 +39,7 @@ SHAPES = (
     (2, 2048, 256, 8, 64, "uniform"),
     (2, 512, 7168, 8, 64, "uniform"),
     (2, 4096, 1024, 1, 8, "uniform"),
-    (2, 1024, 2048, 4, 16, "lognormal:1.5"),
+    (4, 1024, 1024, 2, 16, "onehot"),
     (1, 512, 2048, 4, 16, "uniform"),
     (4, 16, 2048, 4, 16, "uniform"),
     (4, 512, 2048, 4, 16, "uniform"),
@@ -44,14 +50,17 @@ OPS = ("dispatch", "combine", "pair")
 ROUNDS = 3  # that calibrations measure all shapes
 
 
-def cases_of(
-    shapes: Sequence[tuple[int, int, int, int, int, str]], ops: Sequence[str] = OPS, nodes: int = 0
-) -> list[Case]:
-    """Return a case for each shape and op; with `nodes`, ranks are spread over that number of emulated ones."""
-    names = ("ranks", "tokens", "hidden", "topk", "experts", "routing")
-    where = {"nodes": nodes, "heap": "ucx"} if nodes else {}
+def cases_of(shapes: Sequence[tuple[Any, ...]], ops: Sequence[str] = OPS, nodes: int = 0) -> list[Case]:
+    """Return a case for each shape and op.
+
+    Args:
+        shapes: ranks, tokens, hidden, topk, experts, routing, and for layers the experts' inner size.
+        nodes: emulated ones over which ranks are spread; 0 for this host.
+    """
+    names = ("ranks", "tokens", "hidden", "topk", "experts", "routing", "intermediate")
+    where: dict[str, Any] = {"nodes": nodes, "heap": "ucx"} if nodes else {}
     return [
-        Case(name="plan", op=op, **where, **dict(zip(names, shape, strict=True)))  # type: ignore[arg-type]
+        Case(name="plan", op=op, **where, **dict(zip(names, shape, strict=False)))  # type: ignore[arg-type]
         for op in ops
         for shape in shapes
     ]
@@ -62,30 +71,72 @@ def machine_name(card: dict[str, Any]) -> str:
     return f"{CPU}{card['cpu']}, {card['cores']} cores"
 
 
+# Ranks keep freed memory and their caches, as in a loop that does nothing else.
+TIMED = f"{Timed.__module__}:{Timed.__name__}"
+USUAL = Settings(contestants=(TIMED,), iters=None, warmup=3, seed=0, malloc="recycle", cold=False)
+
+
 def measure(
-    cases: list[Case], iters: int | None, progress: Any, seed: int = 0, rounds: int = 1
+    cases: list[Case], iters: int | None, progress: Any, rounds: int = 1, settings: Settings = USUAL
 ) -> list[dict[str, str]]:
     """Benchmark moe_rt on cases, and return lines of measurements in the columns of COLUMNS, one for each phase.
 
     Args:
-        rounds: times that all cases are measured, each in new processes. A line has the median, because a process keeps
-            for its life the memory that it was given, and other programs come and go.
+        rounds: times that all cases are measured, each in new processes. A line has the least of their medians, because
+            a process keeps for its life the memory that it was given, and other programs only add.
     """
-    settings = Settings(contestants=("moe_rt",), iters=iters, warmup=3, seed=seed, malloc="recycle", cold=False)
-    documents = [run(cases, settings, False, progress) for _ in range(rounds)]
+    settings = replace(settings, iters=iters)
+    documents = [run_cases(cases, settings, False, progress) for _ in range(rounds)]
     lines = []
     for place, case in enumerate(cases):
-        for turn, result in enumerate(documents[0]["runs"][place]["results"]):
-            found = [document["runs"][place]["results"][turn]["isolated_us"]["p50"] for document in documents]
-            lines.append(_line(case, result["phase"], float(np.median(found)), documents[0]["machine"], seed))
+        runs = [document["runs"][place] for document in documents]
+        line_ns = min(map(_line_ns, runs))
+        for turn, result in enumerate(runs[0]["results"]):
+            us = min(run["results"][turn]["isolated_us"]["p50"] for run in runs)
+            line = _line(case, result["phase"], us, documents[0]["machine"], settings.seed)
+            lines.append(line | {"notes": f"{line['notes']}; line {line_ns:.0f} ns"})
     return lines
+
+
+def _line_ns(run: dict[str, Any]) -> float:
+    """Return the median time to read a line that a peer has just written, in ns; 0 of one rank."""
+    return float(np.median([ns for row in run["line_latency_ns"] for ns in row if ns > 0] or [0.0]))
+
+
+def cores_apart(lines: list[dict[str, str]]) -> str:
+    """Return a warning if the cores did not share a cache while lines were measured, which a virtual machine decides.
+
+    The least time to read a peer's line counts, since large shapes evict lines from any cache.
+    """
+    read_ns = [float(found[1]) for line in lines if (found := re.search(r"; line (\d+) ns", line["notes"]))]
+    least = min((ns for ns in read_ns if ns > 0), default=0.0)
+    if least <= Tuning().near_ns:
+        return ""
+    return f"cores do not share a cache now ({least:.0f} ns a line): calibrate again later, to see if they ever do"
+
+
+def _routed(case: Case, seed: int) -> str:
+    """Return what the routes of a case's first inputs decide, as notes: the busiest rank, and ranks of a token.
+
+    A layer routes its tokens by itself.
+    """
+    owner = np.array(Placement.contiguous(case.experts, case.ranks).ranks)
+    router = make_router(case) if case.op == "layer" else None
+    with torch.no_grad():
+        ids = [
+            route(case, seed, rank, 0) if router is None else router(make_inputs(case, seed, rank, 0).x)[0]
+            for rank in range(case.ranks)
+        ]
+    owners = owner[torch.cat(ids).numpy()]
+    loads = np.bincount(owners.reshape(-1), minlength=case.ranks)
+    visited = np.mean([len(set(row)) for row in owners.tolist()])
+    routing = case.routing if router is None else "router"
+    return f"busiest={loads.max() / loads.mean():.3f}; to_ranks={visited:.3f}; routing={routing}"
 
 
 def _line(case: Case, phase: str, us: float, card: dict[str, Any], seed: int) -> dict[str, str]:
     """Return one measurement; the library's name says that nodes are emulated, as their links are others."""
-    owner = np.array(Placement.contiguous(case.experts, case.ranks).ranks)
-    ids = np.concatenate([route(case, seed, rank, 0).numpy() for rank in range(case.ranks)])
-    loads = np.bincount(owner[ids].reshape(-1), minlength=case.ranks)
+    products = f"; intermediate={case.intermediate}" if case.op == "layer" else ""
     nodes = case.nodes or 1
     values = dict(
         source=f"moe-rt bench, commit {card['commit']}",
@@ -94,16 +145,18 @@ def _line(case: Case, phase: str, us: float, card: dict[str, Any], seed: int) ->
         op=case.op + ("+backward" if "backward" in phase else ""), ep_size=case.ranks,
         tokens_per_rank=case.tokens, hidden=case.hidden, topk=case.topk, experts=case.experts, dtype=case.dtype,
         latency_us=f"{us:.5g}", bandwidth_gbs="",
-        notes=f"busiest={loads.max() / loads.mean():.3f}; {card['date'][:10]}; load {card['load_average']}",
+        notes=f"{_routed(case, seed)}{products}; {card['date'][:16]}; load {card['load_average']}",
     )  # fmt: skip
     return {name: str(value) for name, value in values.items()}
 
 
-def measure_with_progress(cases: list[Case], iters: int | None, rounds: int = ROUNDS) -> list[dict[str, str]]:
+def measure_with_progress(
+    cases: list[Case], iters: int | None, rounds: int = ROUNDS, settings: Settings = USUAL
+) -> list[dict[str, str]]:
     """Measure while a bar shows how far it is."""
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("measuring", total=len(cases) * rounds)
-        return measure(cases, iters, lambda part: bar.advance(task, part), rounds=rounds)
+        return measure(cases, iters, lambda part: bar.advance(task, part), rounds, settings)
 
 
 def write_lines(path: Path, lines: list[dict[str, str]]) -> None:
@@ -126,6 +179,8 @@ def _fitted(csv_file: Path | None, iters: int | None, keep: Path | None) -> tupl
     lines = measure_with_progress(cases_of(SHAPES), iters)
     if keep is not None:
         write_lines(keep, lines)
+    if warning := cores_apart(lines):
+        click.echo(warning, err=True)
     rows = [parse(line) for line in lines]
     source = f"moe-rt calibrate, moe_rt {card['moe_rt']}, commit {card['commit']}"
     return fit_all(rows, source=source, device=machine_name(card), date=card["date"][:10]), 0

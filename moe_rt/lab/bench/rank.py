@@ -77,6 +77,9 @@ def run_case(world: World, job: Job, case: Case, progress: Callable[[float], Non
         for (c, step), result in zip(entries, record["results"], strict=True):
             result["link"] = links.count(world, step, c.unit)
     for contestant in present:
+        if isinstance(contestant, MoeRt) and not case.on_gpu:
+            lines = world.gather(json.dumps(contestant.buffer.timings()["line_latency_ns"]))
+            record["line_latency_ns"] = [json.loads(text) for text in lines]
         if type(contestant) is MoeRt:
             own = [step for c, step in entries if c is contestant]
             record["moe_rt"] = {"heap_bytes": contestant.buffer.num_bytes, "route": contestant.buffer.route}

@@ -7,11 +7,15 @@ are not measured again.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from moe_rt.errors import MoeRtError, expect
 from moe_rt.lab.bench.cases import Case
+from moe_rt.lab.bench.contestants.base import Step
 from moe_rt.lab.bench.contestants.moe import MoeRt
+from moe_rt.lab.bench.expect import Expectation
+from moe_rt.lab.bench.inputs import Inputs
 from moe_rt.lab.bench.launch import RankFailed
 from moe_rt.lab.bench.run import Settings, run
 from moe_rt.plan.models import Model
@@ -20,14 +24,23 @@ from moe_rt.plan.tune import Judge, Space
 ITERS, MOST_RANKS = 6, 8
 
 
-class TwoThreads(MoeRt):
+class OneThread(MoeRt):
+    """moe_rt with one thread of each rank that moves rows; of a layer only the forward is timed."""
+
+    name = "moe_rt_one_thread"
+
+    def steps(self, inputs: Sequence[Inputs], expect: Expectation) -> list[Step]:
+        return super().steps(inputs, expect)[:1]
+
+
+class TwoThreads(OneThread):
     """moe_rt with two threads of each rank that move rows."""
 
     name = "moe_rt_two_threads"
     num_threads = 2
 
 
-CONTESTANTS = {1: "moe_rt", 2: f"{__name__}:{TwoThreads.__name__}"}
+CONTESTANTS = {kind.num_threads: kind for kind in (OneThread, TwoThreads)}
 
 
 def real_space(model: Model, ranks: int, tokens: int) -> Space:
@@ -57,24 +70,44 @@ def real_judge(model: Model, ranks: int, tokens: int, space: Space, iters: int =
 
     A configuration whose ranks end early, for lack of memory for example, cannot run.
     """
+    return lambda number: real_costs(model, ranks, tokens, space, [number], iters)[number]
 
-    def judge(number: int) -> float:
-        knobs: dict[str, Any] = space.at(number)
-        batches = int(knobs["micro_batches"])
-        case = Case(
-            name="tune", op="layer", ranks=int(knobs["ep_size"]), heap=knobs["heap"],
-            tokens=ranks * tokens // int(knobs["ep_size"]) // batches, hidden=model.hidden, topk=model.topk,
-            experts=model.experts, intermediate=model.intermediate,
-        )  # fmt: skip
-        settings = Settings(
-            contestants=(CONTESTANTS[int(knobs["num_threads"])],), iters=iters, warmup=1, seed=0, malloc="recycle",
-            cold=False,
-        )  # fmt: skip
-        try:
-            document = run([case], settings, False, lambda part: None)
-        except (MoeRtError, RankFailed):
-            return math.inf
-        forward = next(r for r in document["runs"][0]["results"] if r["phase"] == "forward")
-        return float(forward["isolated_us"]["p50"]) * batches
 
-    return judge
+def real_costs(
+    model: Model, ranks: int, tokens: int, space: Space, numbers: Sequence[int], iters: int = ITERS
+) -> dict[int, float]:
+    """Return the costs of configurations that the same ranks can run; they are started once.
+
+    Raises:
+        InvalidConfig: the configurations differ in EP size or heap.
+    """
+    all_knobs: dict[int, dict[str, Any]] = {number: space.at(number) for number in numbers}
+    started = {(knobs["ep_size"], knobs["heap"]) for knobs in all_knobs.values()}
+    expect(len(started) == 1, "numbers", f"{len(started)} kinds of ranks", "configurations that the same ranks can run")
+    batches = sorted({int(knobs["micro_batches"]) for knobs in all_knobs.values()})
+    kinds = {int(knobs["num_threads"]): CONTESTANTS[int(knobs["num_threads"])] for knobs in all_knobs.values()}
+    ((size, heap),) = started
+    cases = [
+        Case(
+            name="tune", op="layer", ranks=int(size), heap=heap, tokens=ranks * tokens // int(size) // count,
+            hidden=model.hidden, topk=model.topk, experts=model.experts, intermediate=model.intermediate,
+        )
+        for count in batches
+    ]  # fmt: skip
+    settings = Settings(
+        contestants=tuple(f"{__name__}:{kind.__name__}" for kind in kinds.values()), iters=iters, warmup=1, seed=0,
+        malloc="recycle", cold=False,
+    )  # fmt: skip
+    try:
+        document = run(cases, settings, False, lambda part: None)
+    except (MoeRtError, RankFailed):
+        return dict.fromkeys(numbers, math.inf)
+    found = {
+        (count, result["contestant"]): float(result["isolated_us"]["p50"]) * count
+        for count, record in zip(batches, document["runs"], strict=True)
+        for result in record["results"]
+    }
+    return {
+        number: found[int(knobs["micro_batches"]), kinds[int(knobs["num_threads"])].name]
+        for number, knobs in all_knobs.items()
+    }

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor, nn
 
 from moe_rt.buffer.buffer import Buffer
 from moe_rt.config.options import Route, Sums
 from moe_rt.lab.bench.cases import Case
-from moe_rt.lab.bench.contestants.base import Delivery, Exchange
+from moe_rt.lab.bench.contestants.base import Delivery, Exchange, Step
 from moe_rt.lab.bench.crossing import Unit
+from moe_rt.lab.bench.expect import Expectation
+from moe_rt.lab.bench.inputs import Inputs
 from moe_rt.lab.bench.world import World
 from moe_rt.nn.experts import SwiGLUExperts
 from moe_rt.nn.layer import MoEConfig, MoELayer
@@ -95,6 +99,30 @@ class Chunked(MoeRt):
 
     name = "moe_rt_chunks"
     num_chunks = 4
+
+
+class Timed(MoeRt):
+    """moe_rt without a breakdown of its own time, which takes longer than to time it."""
+
+
+class WithGradients(MoeRt):
+    """Dispatch and combine with both of their backwards."""
+
+    name = "moe_rt_gradients"
+
+    def _pair_step(self, inputs: Sequence[Inputs], expect: Expectation) -> Step:
+        forward = super()._pair_step(inputs, expect)
+
+        def run(i: int) -> tuple[Delivery, Tensor]:
+            tokens = inputs[i % len(inputs)]
+            x, weights = (given.detach().requires_grad_() for given in (tokens.x, tokens.topk_weights))
+            with torch.enable_grad():
+                delivery = self.dispatch(x, tokens.topk_idx, weights)
+                out = self.combine(delivery.rows, delivery)
+                torch.autograd.grad(out, (x, weights), out.detach())
+            return delivery, out.detach()
+
+        return Step(run, forward.check, "forward+backward")
 
 
 class _OutputOnly(nn.Module):
