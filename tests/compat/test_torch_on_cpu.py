@@ -87,6 +87,17 @@ with torch.autocast("cuda", torch.bfloat16):
 with torch.autocast("cpu"):
     assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16, "the CPU's default"
 assert torch.version.cuda
+assert torch.cuda.FloatTensor([1, 2]).tolist() == [1, 2] and isinstance(torch.ones(1), torch.cuda.FloatTensor)
+assert x.type("torch.cuda.HalfTensor").dtype == torch.half and x.type(torch.cuda.LongTensor).dtype == torch.long
+assert x.type() == "torch.FloatTensor"
+torch.set_default_tensor_type("torch.cuda.DoubleTensor"); assert torch.ones(1).dtype == torch.double
+torch.set_default_tensor_type(torch.cuda.FloatTensor); assert torch.ones(1).dtype == torch.float
+assert torch.get_device_module("cuda:1") is torch.cuda and torch.get_device_module("cpu") is torch.cpu
+for options in ({}, {"devices": [0, 1]}, {"device_type": "cuda"}):
+    torch.manual_seed(3)
+    with torch.random.fork_rng(**options):
+        forked = torch.rand(2)
+    assert torch.equal(torch.rand(2), forked), options
 print("passed")
 """
 
@@ -137,8 +148,13 @@ time.sleep(0.002)
 end.record()
 assert 1.9 < given.elapsed_time(end) < 60_000 and end.elapsed_time(given) < 0
 refused("interprocess=True", lambda: cuda.Event(interprocess=True))
-with stream as inside, cuda.stream(stream), cuda.nvtx.range("a range"):
-    assert inside is stream
+other = cuda.Stream()
+with stream as inside, cuda.nvtx.range("a range"):
+    assert inside is stream is cuda.current_stream()
+    with cuda.stream(other), cuda.stream(None):
+        assert cuda.current_stream() is other
+    assert cuda.current_stream() is stream
+assert cuda.current_stream() is cuda.default_stream()
 page, limit = os.sysconf("SC_PAGE_SIZE"), 1 << 40
 free, total = cuda.mem_get_info()
 assert 1 << 20 < free < total < limit and total == cuda.get_device_properties().total_memory
