@@ -62,7 +62,9 @@ def test_places(place: int) -> None:
 PROGRAM = """
 import torch
 from moe_rt.lab.on_cpu import torch as on_cpu
+torch._C._accelerator_getAccelerator = lambda real=torch.device("cuda"): real  # as if torch was built for CUDA
 on_cpu.change()
+assert torch.accelerator.current_accelerator() is None and not torch.accelerator.is_available()
 x = torch.ones(2)
 moves = [x.to("cuda"), x.to(device="cuda:0"), x.to(0), x.to("cuda", torch.float64), x.cuda(), x.cpu(), x.pin_memory()]
 for moved in moves:

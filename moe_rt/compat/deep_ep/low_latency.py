@@ -28,7 +28,7 @@ _ALIGNED = 16  # bytes, of an output that kernels write in vectors
 
 
 class Size(NamedTuple):
-    """What each op of one size needs. It is made when DeepEP would accept the size.
+    """Parts that all ops of one size use. They are made when DeepEP would accept the size.
 
     Attributes:
         shape: of the packed rows, [L, R * M, H].
@@ -163,7 +163,7 @@ class LowLatency:
         """Raise the error on every rank, in the buffer through which peers dispatch."""
         hidden = x.shape[1] if isinstance(x, Tensor) and x.dim() == 2 else 0
         num_topk = topk_idx.shape[1] if isinstance(topk_idx, Tensor) and topk_idx.dim() == 2 else 1
-        rows = self._rows(hidden, num_topk, num_experts)
+        rows = self._rows(hidden, num_topk, num_experts) if type(num_experts) is int else None
         sizes = (x.shape[0], most) if isinstance(error, TooManyTokens) else (0, 0)
         self._exchange.refuse(rows, error, *sizes)
 
@@ -270,7 +270,7 @@ class LowLatency:
     def _size(
         self, x: Tensor, topk_idx: Tensor, most: int, num_experts: int, options: tuple[bool, bool, bool]
     ) -> Size | MoeRtError:
-        """Return what a dispatch of this size needs, or why DeepEP refuses it."""
+        """Return the parts of a dispatch of this size, or the error if DeepEP refuses it."""
         if type(num_experts) is not int or num_experts < 1 or num_experts % self.num_ranks:
             return invalid(self.rank, "num_experts", num_experts, f"a multiple of {self.num_ranks} ranks")
         if type(most) is not int or most < 1 or self.num_ranks * most % 4 or num_experts * most >= _MOST_ROWS:

@@ -24,6 +24,7 @@ def change() -> None:
     torch.load = mapped(torch.load, "map_location")
     torch.set_default_device = first_mapped(torch.set_default_device)
     torch.version.cuda = torch.version.cuda or "12.8"
+    torch.accelerator.current_accelerator = lambda check_available=False: None  # torch built for CUDA has one
     _change_lookups()
     _change_tensors()
     _change_autocast()
