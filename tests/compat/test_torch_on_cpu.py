@@ -78,7 +78,8 @@ assert x.new_zeros(3, device="cuda").shape == (3,)
 assert torch.zeros(2, device=torch.device("cuda", 0), pin_memory=True).sum() == 0
 assert torch.device("cuda") == torch.device("cpu") and isinstance(torch.device("cuda"), torch.device)
 assert issubclass(type(torch.device("meta")), torch.device) and torch.device("meta").type == "meta"
-assert torch.device() == torch.device("cpu")
+assert torch.device() == torch.device(1) == torch.device(index=1, type="cuda") == torch.device("cpu")
+assert torch.device(index=0, type="meta").type == torch.device(type="meta").type == "meta"
 torch.set_default_device("cuda"); assert torch.ones(1).device.type == "cpu"; torch.set_default_device(None)
 assert torch.Generator("cuda").device.type == "cpu" and isinstance(torch.Generator(), torch.Generator)
 with torch.autocast("cuda"):
