@@ -90,6 +90,7 @@ with torch.autocast("cuda", torch.bfloat16):
 with torch.autocast("cpu"):
     assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16, "the CPU's default"
 assert torch.version.cuda
+assert torch.nn.DataParallel(torch.nn.Linear(2, 3).cuda())(torch.ones(4, 2)).shape == (4, 3)
 assert torch.cuda.FloatTensor([1, 2]).tolist() == [1, 2] and isinstance(torch.ones(1), torch.cuda.FloatTensor)
 assert x.type("torch.cuda.HalfTensor").dtype == torch.half and x.type(torch.cuda.LongTensor).dtype == torch.long
 assert x.type() == "torch.FloatTensor"

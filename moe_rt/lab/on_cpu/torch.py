@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ def change() -> None:
     torch.set_default_device = first_mapped(torch.set_default_device)
     torch.version.cuda = torch.version.cuda or "12.8"
     torch.accelerator.current_accelerator = lambda check_available=False: None  # torch built for CUDA has one
+    # DataParallel runs its module once if there is no device. Its module has the name of a function.
+    vars(sys.modules["torch.nn.parallel.data_parallel"])["_get_available_device_type"] = lambda: None
     _change_lookups()
     _change_tensors()
     _change_autocast()
