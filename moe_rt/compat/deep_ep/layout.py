@@ -146,8 +146,8 @@ def describe_rows(buffer: Buffer, handle: Handle, tokens: Tensor, ranges: Tensor
         handle: of a complete dispatch to as many rows for each expert (buffer/packed.py). The host waits for no GPU.
     """
     if tokens.is_cpu:
-        given = handle.recv_plan.data_ptr(), buffer._engine.shape, *tokens.shape
-        _engine.describe_rows(*given, tokens.data_ptr(), ranges.data_ptr())
+        (num_local, slots), written = tokens.shape, (tokens.data_ptr(), ranges.data_ptr())
+        _engine.describe_rows(handle.recv_plan.data_ptr(), buffer._engine.shape, num_local, slots, *written)
     else:
         pulled = buffer.num_ranks * buffer.spec.num_max_tokens_per_rank
         described_by_torch(handle, pulled, pulled * min(buffer.spec.num_topk, len(tokens)), tokens, ranges)

@@ -26,7 +26,7 @@ def change() -> None:
     torch.set_default_device = first_mapped(torch.set_default_device)
     torch.version.cuda = torch.version.cuda or "12.8"
     torch.accelerator.current_accelerator = lambda check_available=False: None  # torch built for CUDA has one
-    # DataParallel runs its module once if there is no device. Its module has the name of a function.
+    # DataParallel without devices runs its module once. A function hides the module that it is in.
     vars(sys.modules["torch.nn.parallel.data_parallel"])["_get_available_device_type"] = lambda: None
     _change_lookups()
     _change_tensors()
@@ -40,7 +40,8 @@ def change() -> None:
 
 def _change_lookups() -> None:
     """Change functions that find a module or a class by the name of a device."""
-    find, fork, set_type = torch.get_device_module, torch.random.fork_rng, torch.set_default_tensor_type
+    named: Any = torch
+    find, fork, set_type = named.get_device_module, named.random.fork_rng, named.set_default_tensor_type
     of_type: Any = torch.Tensor.type
 
     @functools.wraps(find)
@@ -51,8 +52,8 @@ def _change_lookups() -> None:
     def fork_on_cpu(devices: Any = None, *arguments: Any, **keywords: Any) -> Any:
         return fork((), *arguments, **keywords)  # the CPU's generator, which it always restores, is the only one
 
-    torch.get_device_module, torch.random.fork_rng = module_of, fork_on_cpu
-    torch.set_default_tensor_type = functools.wraps(set_type)(lambda kind: set_type(_cpu_type(kind)))
+    named.get_device_module, named.random.fork_rng = module_of, fork_on_cpu
+    named.set_default_tensor_type = functools.wraps(set_type)(lambda kind: set_type(_cpu_type(kind)))
     tensor: Any = torch.Tensor
     tensor.type = functools.wraps(of_type)(lambda self, dtype=None, *a, **k: of_type(self, _cpu_type(dtype), *a, **k))
 
