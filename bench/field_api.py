@@ -3,7 +3,9 @@
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 bench/field_api.py
 
 Each line has the medians of one pair in microseconds, of the buffer's own ops and through DeepEP's names, and what
-DeepEP's names add. The last line is one JSON document.
+DeepEP's names add. Both sides move the same bytes: low-latency combine weights each row at its token, so rows return
+one by one, as with sums="invariant"; the last pair returns the weights as well, which `Buffer` does only in backward.
+The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import torch.distributed as dist
 
 from moe_rt import Buffer
 from moe_rt.compat import deep_ep
+from moe_rt.ops import table as ops
 
 Pair = Callable[[], object]
 
@@ -29,7 +32,8 @@ def pairs(tokens: int, hidden: int, topk: int, experts: int) -> Iterator[dict[st
     """Yield the two ways to do each pair of dispatch and combine."""
     group, size = dist.group.WORLD, dist.get_world_size()
     sizes = {"num_max_tokens_per_rank": tokens, "hidden": hidden, "num_topk": topk, "num_experts": experts}
-    by_token, by_expert = (Buffer(group, **sizes, dtype=torch.bfloat16, layout=each) for each in ("tokens", "experts"))
+    by_token = Buffer(group, **sizes, dtype=torch.bfloat16, layout="tokens")
+    by_expert = Buffer(group, **sizes, dtype=torch.bfloat16, sums="invariant")
     most = max(tokens, 4)  # DeepEP refuses fewer on two ranks
     rdma_bytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(most, hidden, size, experts)
     compat = deep_ep.Buffer(group, int(2e9), rdma_bytes, low_latency_mode=True, explicitly_destroy=True)
@@ -42,6 +46,11 @@ def pairs(tokens: int, hidden: int, topk: int, experts: int) -> Iterator[dict[st
         recv_x, _, handle = by_token.dispatch(x, ids, weights)
         return by_token.combine(recv_x, None, handle)
 
+    def own_backward() -> object:
+        recv_x, recv_weights, handle = by_token.dispatch(x, ids, weights)
+        plans = handle.recv_plan, handle.send_plan
+        return ops.dispatch_backward(recv_x, recv_weights, *plans, by_token._engine, handle.tag)
+
     def own_experts() -> object:
         recv_x, recv_weights, handle = by_expert.dispatch(x, ids, weights)
         return by_expert.combine(recv_x, recv_weights, handle)
@@ -50,11 +59,19 @@ def pairs(tokens: int, hidden: int, topk: int, experts: int) -> Iterator[dict[st
         recv_x, _, _, _, handle, _ = compat.dispatch(x, topk_idx=ids, topk_weights=weights, **counts)
         return compat.combine(recv_x, handle)
 
+    def with_weights() -> object:
+        recv_x, _, recv_weights, _, handle, _ = compat.dispatch(x, topk_idx=ids, topk_weights=weights, **counts)
+        return compat.combine(recv_x, handle, topk_weights=recv_weights)
+
     def low_latency() -> object:
         recv_x, _, handle, _, _ = compat.low_latency_dispatch(x, ids, most, experts, use_fp8=False)
         return compat.low_latency_combine(recv_x, ids, weights, handle)
 
-    yield {"normal": (own_tokens, normal), "low-latency": (own_experts, low_latency)}
+    yield {
+        "normal": (own_tokens, normal),
+        "low-latency": (own_experts, low_latency),
+        "with weights": (own_backward, with_weights),
+    }
     for buffer in (by_token, by_expert):
         buffer.close()
     compat.destroy()

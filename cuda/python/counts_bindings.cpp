@@ -1,5 +1,5 @@
-// Part of moe_rt._engine that counts for moe_rt.compat: tokens and entries of a routing, and the received rows of a
-// plan. Tensors are passed as addresses of contiguous memory; the caller has checked their shapes.
+// Part of moe_rt._engine that counts for moe_rt.compat: tokens and entries of a routing, the received rows of a
+// plan, and weights that return. Tensors are passed as addresses of contiguous memory; the caller has checked their shapes.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 
@@ -86,29 +86,30 @@ std::vector<int64_t> widen_ids(Address ids, int64_t n, int64_t num_local, int64_
   return counts;
 }
 
-// Describes the rows of a dispatch with expert_rows: the source's token of each row [L][expert_rows]; [L][R], begin << 32
-// | count of the rows from each source; and [L], rows of each expert. Copies scales of `words` 32-bit words per row to
-// [L][words][expert_rows].
-void describe_rows(Address plan, const Shape& shape, int64_t num_local, int64_t expert_rows, Address tokens,
-                   Address ranges, Address counts, Address scales, Address scales_to, int64_t words) {
+// Calls fn(pulled, row) for each row that a dispatch has delivered.
+template <class Fn>
+void each_row(Address plan, const Shape& shape, int64_t num_local, Fn fn) {
   const RecvPlan p = RecvPlan::view(at<int32_t>(plan), shape, int32_t(num_local));
+  for (int32_t i = 0; i < p.head->num_pulled; ++i) {
+    const Pulled& pulled = p.pulled[i];
+    for (int32_t c = 0; c < pulled.copies; ++c) {
+      if (const int32_t row = p.rows[pulled.first + c]; row >= 0) fn(pulled, row);
+    }
+  }
+}
+
+// Describes the rows of a dispatch with expert_rows: the source's token of each row [L][expert_rows], and [L][R], begin
+// << 32 | count of the rows from each source.
+void describe_rows(Address plan, const Shape& shape, int64_t num_local, int64_t expert_rows, Address tokens,
+                   Address ranges) {
   const int64_t num_ranks = shape.num_ranks;
   const auto slots = int32_t(expert_rows);
   int64_t* const range = at<int64_t>(ranges);
   std::fill_n(range, num_local * num_ranks, 0);
-  for (int32_t i = 0; i < p.head->num_pulled; ++i) {
-    const Pulled pulled = p.pulled[i];
-    for (int32_t c = 0; c < pulled.copies; ++c) {
-      const int32_t row = p.rows[pulled.first + c];
-      if (row < 0) continue;
-      const int32_t expert = row / slots, slot = row % slots;
-      at<int32_t>(tokens)[row] = pulled.token;
-      ++range[expert * num_ranks + pulled.source];
-      for (int64_t word = 0; word < words; ++word) {
-        at<int32_t>(scales_to)[(expert * words + word) * slots + slot] = at<const int32_t>(scales)[row * words + word];
-      }
-    }
-  }
+  each_row(plan, shape, num_local, [&](const Pulled& pulled, int32_t row) {
+    at<int32_t>(tokens)[row] = pulled.token;
+    ++range[row / slots * num_ranks + pulled.source];
+  });
   for (int64_t e = 0; e < num_local; ++e) {
     int64_t begin = 0;
     for (int64_t* each = range + e * num_ranks; each != range + (e + 1) * num_ranks; ++each) {
@@ -116,7 +117,43 @@ void describe_rows(Address plan, const Shape& shape, int64_t num_local, int64_t 
       *each = begin << 32 | n;
       begin += n;
     }
-    at<int32_t>(counts)[e] = int32_t(begin);
+  }
+}
+
+// Copies scales of `words` 32-bit words per row to [L][words][expert_rows].
+void put_in_columns(Address plan, const Shape& shape, int64_t num_local, int64_t expert_rows, Address scales,
+                    Address columns, int64_t words) {
+  const auto slots = int32_t(expert_rows);
+  each_row(plan, shape, num_local, [&](const Pulled&, int32_t row) {
+    int32_t* const to = at<int32_t>(columns) + row / slots * words * slots + row % slots;
+    for (int64_t i = 0; i < words; ++i) to[i * slots] = at<const int32_t>(scales)[row * words + i];
+  });
+}
+
+// Writes the source rank of each of n received rows, which follow each other by source; -1 past the last one.
+void source_ranks(Address offs, int32_t num_ranks, int64_t n, Address out) {
+  int64_t row = 0;
+  for (int32_t source = 0; source < num_ranks; ++source) {
+    const int64_t end = std::min<int64_t>(at<const int32_t>(offs)[source], n);
+    for (; row < end; ++row) at<int64_t>(out)[row] = source;
+  }
+  std::fill(at<int64_t>(out) + row, at<int64_t>(out) + n, -1);
+}
+
+// Writes out [T][K]: the sum, in rank order, of the weights that each rank returned for the token. Rows [offs[R - 1]][wide]
+// follow each other by rank, then by token; in_rank [T][R] says which tokens a rank returns.
+void add_weights(Address rows, int64_t wide, Address offs, Address in_rank, int64_t num_tokens, int32_t num_ranks,
+                 int64_t num_topk, Address out) {
+  std::fill_n(at<float>(out), num_tokens * num_topk, 0.0f);
+  int64_t row = 0;
+  for (int32_t rank = 0; rank < num_ranks; ++rank) {
+    const int64_t end = at<const int32_t>(offs)[rank];
+    for (int64_t t = 0; t < num_tokens && row < end; ++t) {
+      if (!at<const bool>(in_rank)[t * num_ranks + rank]) continue;
+      const float* const weights = at<const float>(rows) + row++ * wide;
+      for (int64_t k = 0; k < num_topk; ++k) at<float>(out)[t * num_topk + k] += weights[k];
+    }
+    row = end;
   }
 }
 
@@ -140,6 +177,10 @@ void bind_counts(nb::module_& m) {
   m.def("widen_ids", widen_ids, nb::arg("ids"), nb::arg("num_entries"), nb::arg("num_local"), nb::arg("alignment"),
         nb::arg("out"));
   m.def("describe_rows", describe_rows, nb::arg("recv_plan"), nb::arg("shape"), nb::arg("num_local"),
-        nb::arg("expert_rows"), nb::arg("tokens"), nb::arg("ranges"), nb::arg("counts"), nb::arg("scales"),
-        nb::arg("scales_to"), nb::arg("words"));
+        nb::arg("expert_rows"), nb::arg("tokens"), nb::arg("ranges"));
+  m.def("source_ranks", source_ranks, nb::arg("offs"), nb::arg("num_ranks"), nb::arg("num_rows"), nb::arg("out"));
+  m.def("add_weights", add_weights, nb::arg("rows"), nb::arg("wide"), nb::arg("offs"), nb::arg("in_rank"),
+        nb::arg("num_tokens"), nb::arg("num_ranks"), nb::arg("num_topk"), nb::arg("out"));
+  m.def("put_in_columns", put_in_columns, nb::arg("recv_plan"), nb::arg("shape"), nb::arg("num_local"),
+        nb::arg("expert_rows"), nb::arg("scales"), nb::arg("columns"), nb::arg("words"));
 }

@@ -7,6 +7,8 @@ dispatcher do not see these ops. Both come in halves: a dispatch announces its r
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,21 +21,24 @@ from moe_rt.errors import Op
 
 
 class Half:
-    """An op that has begun.
+    """An op that has begun, or is complete.
 
     Attributes:
         outputs: tensors that `finish` fills.
         handle: that of a dispatch; None for a combine.
     """
 
-    outputs: Any
-    handle: Handle | None = None
+    __slots__ = ("_finish", "handle", "outputs")
 
-    def __init__(self, engine: Engine, op: Op, method: str, *given: Any, wait: bool, **options: Any) -> None:
-        """Begin the op; if `wait`, run it whole."""
-        self._engine, self._method = engine, method
-        self._begun = None if wait else engine.under_way(op, method, *given, **options)
-        self.outputs = getattr(engine, method)(*given, **options) if self._begun is None else self._begun.outputs
+    def __init__(self, outputs: Any, finish: Callable[[], Any] | None = None) -> None:
+        self.outputs, self._finish = outputs, finish
+        self.handle: Handle | None = None
+
+    @classmethod
+    def begin(cls, engine: Engine, op: Op, method: str, *given: Any, **options: Any) -> Half:
+        """Run the first half of the op whose whole is this method of the engine."""
+        begun = engine.under_way(op, method, *given, **options)
+        return cls(begun.outputs, partial(engine.finish, method, begun.ticket))
 
     def finish(self) -> None:
         """Wait for every rank to begin the op, and fill the outputs. Does nothing after the first time.
@@ -41,9 +46,9 @@ class Half:
         Raises:
             MoeRtError: see moe_rt.Buffer.dispatch.
         """
-        begun, self._begun = self._begun, None
-        if begun is not None:
-            self._engine.finish(self._method, begun.ticket)
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
 
 
 def dispatch(buffer: Buffer, x: Any, topk_idx: Tensor, weights: Tensor, max_tokens: int, *, wait: bool) -> Half:
@@ -59,11 +64,14 @@ def dispatch(buffer: Buffer, x: Any, topk_idx: Tensor, weights: Tensor, max_toke
         The op. Its outputs begin with recv_x [L * R * M, H], in which the rows of local expert e begin at e * R * M, in
         the order source rank, token; with codes, recv_scales [L * R * M, S] is the last one.
     """
+    engine = buffer._engine
     codes, scales = x if isinstance(x, tuple) else (x, None)
-    half = Half(
-        buffer._engine, Op.DISPATCH, "dispatch", codes, topk_idx, weights, 0, max_tokens,
-        scaled=scales is not None, scales=scales, expert_rows=buffer.num_ranks * max_tokens, wait=wait,
-    )  # fmt: skip
+    given = codes, topk_idx, weights, 0, max_tokens
+    options = {"scaled": scales is not None, "scales": scales, "expert_rows": engine.spec.num_ranks * max_tokens}
+    if wait:
+        half = Half(engine.dispatch(*given, **options))
+    else:
+        half = Half.begin(engine, Op.DISPATCH, "dispatch", *given, **options)
     _, _, offs, recv_plan, send_plan, *_ = half.outputs
     half.handle = Handle(offs=offs, recv_plan=recv_plan, send_plan=send_plan, tag=0)
     return half
@@ -76,10 +84,11 @@ def combine(buffer: Buffer, y: Tensor, handle: Handle, topk_weights: Tensor, out
         y: [L * R * M, H], rows at the places of recv_x.
         out: [T, H], written; None: a new tensor, which is the output.
     """
-    if not wait:
-        topk_weights = topk_weights.clone()  # the second half reads them
-    plans = handle.recv_plan, handle.send_plan
-    half = Half(buffer._engine, Op.COMBINE, "combine", y, None, *plans, 0, out, topk_weights=topk_weights, wait=wait)
+    given = y, None, handle.recv_plan, handle.send_plan, 0, out
+    if wait:
+        return Half(buffer._engine.combine(*given, topk_weights=topk_weights))
+    weights = topk_weights.clone()  # the second half reads them
+    half = Half.begin(buffer._engine, Op.COMBINE, "combine", *given, topk_weights=weights)
     if out is not None:
         half.outputs = out  # an op under way keeps a view of it
     return half

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from compat.oracle import expert_rows, make_job
 from compat.test_normal import on_ranks
 
+from moe_rt.buffer.handle import Handle
 from moe_rt.compat import deep_ep
+from moe_rt.compat.deep_ep import home
 from moe_rt.compat.deep_ep import layout as layouts
 
 RANKS = 4
@@ -70,3 +75,20 @@ def test_rows_at_fixed_places_are_described() -> None:
             assert torch.equal(tokens[expert, :number], handle[0][expert, :number])
 
     on_ranks(job, work)
+
+
+def test_weights_that_return_are_added_in_rank_order() -> None:
+    in_rank = torch.rand(9, RANKS) < 0.5
+    offs = in_rank.sum(0).cumsum(0).int()
+    places = home.places_at_home(torch.where(in_rank, torch.arange(RANKS), -1))
+    rows = torch.randn(40, 8)
+    handle = Handle(offs=offs, recv_plan=offs, send_plan=offs, tag=0)
+    received: Any = SimpleNamespace(x=rows, handle=handle)
+    assert torch.equal(home.add_weights(received, in_rank.T.contiguous().T, 6), home.add_in_order(rows, places)[:, :6])
+
+
+@pytest.mark.parametrize("beyond", [0, 3])
+def test_sources_of_received_rows(beyond: int) -> None:
+    offs = torch.tensor([2, 2, 5], dtype=torch.int32)
+    assert home.source_ranks(offs, 5 + beyond).tolist() == [[0], [0], [2], [2], [2]] + beyond * [[-1]]
+    assert home.source_ranks(offs, 1).tolist() == [[0]]

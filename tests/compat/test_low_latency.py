@@ -50,7 +50,10 @@ def test_bfloat16_rows_are_packed_by_expert(job: Job, hook: bool) -> None:
         )  # fmt: skip
         if hook:
             assert (count == -1).all()  # nothing has arrived before the hook
+            before = handle[0], handle[1]
             receive()
+            assert before[0] is handle[0]  # the hook has written what was read before
+            assert before[1] is handle[1]
         assert recv_x.shape == (job.num_local, job.num_ranks * MOST, 512)
         assert torch.equal(stats, count + 1)
         assert (waits >= 0).all()
@@ -193,6 +196,21 @@ def test_another_default_dtype() -> None:
         on_ranks(job, lambda buffer, rank: check_packing(job, rank, *dispatch(buffer, job, rank, use_fp8=False)[1:3]))
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_a_hook_outside_of_inference_mode() -> None:
+    job = make_job(2, [8, 8], 512, 3, 4)
+
+    def work(buffer: deep_ep.Buffer, rank: int) -> None:
+        stats = torch.zeros(job.num_local, dtype=torch.int32)
+        with torch.inference_mode():
+            options = {"return_recv_hook": True, "cumulative_local_expert_recv_stats": stats}
+            _, count, handle, _, receive = dispatch(buffer, job, rank, **options)
+        receive()
+        check_packing(job, rank, count, handle)
+        assert torch.equal(stats, count)
+
+    on_ranks(job, work)
 
 
 def test_bits_are_the_same_in_every_run() -> None:

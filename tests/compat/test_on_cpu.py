@@ -52,6 +52,16 @@ def test_a_rank_that_fails_ends_the_others_and_gives_its_status() -> None:
     assert "rank 1 ended with status 7" in done.stderr
 
 
+def test_a_program_beside_python_is_found_and_one_that_cannot_run_is_named(tmp_path: Path) -> None:
+    python = Path(sys.executable).name
+    assert run(*ON_CPU, "--", python, "-c", "print(5)", PATH="/nowhere").stdout == "5\n"
+    (tmp_path / "script.py").write_text("print(5)\n")
+    for ranks in ((), ("--ranks", "2")):
+        done = run(*ON_CPU, *ranks, "--", tmp_path / "script.py", status=1)
+        assert f"got {tmp_path / 'script.py'}, expected a program that can be run" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
 def test_an_installed_deep_ep_is_left_alone_and_said(tmp_path: Path) -> None:
     (tmp_path / "deep_ep.py").write_text("Buffer = 'real'\n")
     done = run(*ON_CPU, "--", sys.executable, "-c", "import deep_ep; print(deep_ep.Buffer)", PYTHONPATH=str(tmp_path))

@@ -75,6 +75,7 @@ NORMAL: dict[str, tuple[dict[str, Any], str, type[MoeRtError]]] = {
     "no layout": ({"is_token_in_rank": None}, "is_token_in_rank", InvalidInput),
     "float32 rows": ({"x": torch.zeros(20, 128)}, "x: got", InvalidInput),
     "transposed rows": ({"x": torch.zeros(128, 20).bfloat16().T}, "not contiguous", InvalidInput),
+    "a number": ({"x": torch.zeros((), dtype=torch.bfloat16)}, "x: got", InvalidInput),
     "fewer rows": ({"x": torch.zeros(19, 128).bfloat16()}, "is_token_in_rank", InvalidInput),
     "int32 ids": ({"topk_idx": torch.zeros(20, 3, dtype=torch.int32)}, "topk_idx", InvalidInput),
     "no weights": ({"topk_weights": None}, "topk_weights", InvalidInput),
@@ -185,6 +186,35 @@ def test_handles_of_another_buffer(op: str) -> None:
 
     for text in ThreadGroup.run(rank, 2, timeout_s=120):
         assert "handle" in text
+
+
+LOW: dict[str, tuple[dict[str, Any], str]] = {
+    "float32 rows": ({"x": torch.zeros(20, 128)}, "x: got"),
+    "a number": ({"x": torch.zeros((), dtype=torch.bfloat16)}, "x: got"),
+    "few columns": ({"x": torch.zeros(20, 64).bfloat16()}, "x: got"),
+    "int32 ids": ({"topk_idx": torch.zeros(20, 3, dtype=torch.int32)}, "topk_idx: got"),
+    "fewer ids": ({"topk_idx": JOB.topk_idx[WRONG][1:]}, "topk_idx: got"),
+    "transposed ids": ({"topk_idx": JOB.topk_idx[WRONG].T.contiguous().T}, "topk_idx: got"),
+    "a bound of another type": ({"num_max_dispatch_tokens_per_rank": 20.0}, "num_max_dispatch_tokens_per_rank: got"),
+    "experts of another type": ({"num_experts": [4]}, "num_experts: got"),
+    "exponents of bfloat16": ({"use_ue8m0": True}, "use_ue8m0: got"),
+    "statistics": ({"cumulative_local_expert_recv_stats": torch.zeros(2)}, "cumulative_local_expert_recv_stats: got"),
+    "waits": ({"dispatch_wait_recv_cost_stats": torch.zeros(2)}, "wait_recv_cost_stats: got"),
+    "hook and event": ({"return_recv_hook": True, "async_finish": True}, "async_finish: got"),
+}
+
+
+@pytest.mark.parametrize("case", LOW)
+def test_wrong_operands_of_low_latency_dispatch(case: str) -> None:
+    changed, text = LOW[case]
+
+    def work(buffer: deep_ep.Buffer, rank: int) -> None:
+        low(buffer, rank)  # a size that was accepted once is still checked
+        right = {"x": JOB.x[rank], "topk_idx": JOB.topk_idx[rank], "num_max_dispatch_tokens_per_rank": 20}
+        right |= {"num_experts": 4, "use_fp8": False}
+        buffer.low_latency_dispatch(**(right | (changed if rank == WRONG else {})))
+
+    assert_named(raised(work), text)
 
 
 def test_low_latency_with_more_tokens_than_agreed() -> None:

@@ -62,7 +62,9 @@ def test_places(place: int) -> None:
 PROGRAM = """
 import torch
 from moe_rt.lab.on_cpu import torch as on_cpu
+torch._C._accelerator_getAccelerator = lambda real=torch.device("cuda"): real  # as if torch was built for CUDA
 on_cpu.change()
+assert torch.accelerator.current_accelerator() is None and not torch.accelerator.is_available()
 x = torch.ones(2)
 moves = [x.to("cuda"), x.to(device="cuda:0"), x.to(0), x.to("cuda", torch.float64), x.cuda(), x.cpu(), x.pin_memory()]
 for moved in moves:
@@ -76,7 +78,8 @@ assert x.new_zeros(3, device="cuda").shape == (3,)
 assert torch.zeros(2, device=torch.device("cuda", 0), pin_memory=True).sum() == 0
 assert torch.device("cuda") == torch.device("cpu") and isinstance(torch.device("cuda"), torch.device)
 assert issubclass(type(torch.device("meta")), torch.device) and torch.device("meta").type == "meta"
-assert torch.device() == torch.device("cpu")
+assert torch.device() == torch.device(1) == torch.device(index=1, type="cuda") == torch.device("cpu")
+assert torch.device(index=0, type="meta").type == torch.device(type="meta").type == "meta"
 torch.set_default_device("cuda"); assert torch.ones(1).device.type == "cpu"; torch.set_default_device(None)
 assert torch.Generator("cuda").device.type == "cpu" and isinstance(torch.Generator(), torch.Generator)
 with torch.autocast("cuda"):
@@ -87,6 +90,18 @@ with torch.autocast("cuda", torch.bfloat16):
 with torch.autocast("cpu"):
     assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16, "the CPU's default"
 assert torch.version.cuda
+assert torch.nn.DataParallel(torch.nn.Linear(2, 3).cuda())(torch.ones(4, 2)).shape == (4, 3)
+assert torch.cuda.FloatTensor([1, 2]).tolist() == [1, 2] and isinstance(torch.ones(1), torch.cuda.FloatTensor)
+assert x.type("torch.cuda.HalfTensor").dtype == torch.half and x.type(torch.cuda.LongTensor).dtype == torch.long
+assert x.type() == "torch.FloatTensor"
+torch.set_default_tensor_type("torch.cuda.DoubleTensor"); assert torch.ones(1).dtype == torch.double
+torch.set_default_tensor_type(torch.cuda.FloatTensor); assert torch.ones(1).dtype == torch.float
+assert torch.get_device_module("cuda:1") is torch.cuda and torch.get_device_module("cpu") is torch.cpu
+for options in ({}, {"devices": [0, 1]}, {"device_type": "cuda"}):
+    torch.manual_seed(3)
+    with torch.random.fork_rng(**options):
+        forked = torch.rand(2)
+    assert torch.equal(torch.rand(2), forked), options
 print("passed")
 """
 
@@ -137,8 +152,13 @@ time.sleep(0.002)
 end.record()
 assert 1.9 < given.elapsed_time(end) < 60_000 and end.elapsed_time(given) < 0
 refused("interprocess=True", lambda: cuda.Event(interprocess=True))
-with stream as inside, cuda.stream(stream), cuda.nvtx.range("a range"):
-    assert inside is stream
+other = cuda.Stream()
+with stream as inside, cuda.nvtx.range("a range"):
+    assert inside is stream is cuda.current_stream()
+    with cuda.stream(other), cuda.stream(None):
+        assert cuda.current_stream() is other
+    assert cuda.current_stream() is stream
+assert cuda.current_stream() is cuda.default_stream()
 page, limit = os.sysconf("SC_PAGE_SIZE"), 1 << 40
 free, total = cuda.mem_get_info()
 assert 1 << 20 < free < total < limit and total == cuda.get_device_properties().total_memory

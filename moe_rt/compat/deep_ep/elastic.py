@@ -218,13 +218,13 @@ class ElasticBuffer:
         if handle.do_expand and not self.allow_multiple_reduction:  # every row travels
             slots = home.in_front(slots, handle.num_experts // self.num_ranks)
             sources = sources.where(slots >= 0, -1).view(-1, 1)
-            rows = home.send_home(self._exchange, x, slots.clamp(min=0).flatten(), sources)
+            rows = home.send_home(self._exchange, x, slots.clamp(min=0).flatten(), sources).x
             total = home.add_in_order(rows, home.places_at_home(ranks), first)
             return total.to(x.dtype), None, event_of(async_with_compute_stream, total)
         if handle.do_expand:
             x = home.add_in_order(x, home.in_front(slots, handle.num_experts // self.num_ranks)).to(x.dtype)
         order = home.last_entries(ranks, self.num_ranks)
-        rows = home.send_home(self._exchange, x, None, sources)
+        rows = home.send_home(self._exchange, x, None, sources).x
         out = home.add_in_order(rows, home.places_at_home(order), first).to(x.dtype)
         weights = None if topk_weights is None else self._weights_home(topk_weights, handle, sources, ranks, order)
         return out, weights, event_of(async_with_compute_stream, out)
@@ -234,10 +234,7 @@ class ElasticBuffer:
         num_topk = ranks.shape[1]
         if handle.do_expand:
             weights = torch.nn.functional.pad(weights, (0, 1))[handle.slots]  # -1 is the appended zero
-        wide = -(-num_topk // 4) * 4  # rows of a multiple of 16 bytes
-        rows = home.send_home(
-            self._exchange, torch.nn.functional.pad(weights, (0, wide - num_topk)), None, sources
-        )  # fmt: skip
+        rows = home.send_weights_home(self._exchange, weights, sources).x
         places = home.places_at_home(order)
         column = (order.unsqueeze(1) == ranks.unsqueeze(2)).int().argmax(2)  # of each entry's rank in `order`
         place = places.gather(1, column).masked_fill(ranks < 0, -1)
@@ -289,7 +286,7 @@ class ElasticBuffer:
         if num_tokens > most:
             message = f"x: got {num_tokens} tokens, expected at most num_max_tokens_per_rank = {most}"
             return TooManyTokens(f"rank {self.rank_idx}: {message}", rank=self.rank_idx)
-        if topk_idx.device.type == "cpu" and repeats(topk_idx):
+        if topk_idx.is_cpu and repeats(topk_idx):
             return twice(self.rank_idx)
         num_scales = 0 if scales is None else scales.shape[1]
         return self._too_small(

@@ -80,7 +80,7 @@ class Exchange:
             x: the rows, their (codes, scales), or a function that writes rows to the tensor [T, hidden] that it gets.
             max_tokens: bound that all ranks gave; None if each rank may have any number of tokens.
         """
-        buffer = self.buffer(rows, len(topk_idx), max_tokens)
+        buffer = self.buffer(rows, topk_idx.shape[0], max_tokens)
         try:
             return self._dispatch(buffer, x, topk_idx, weights, max_tokens)
         except TooManyTokens:  # all ranks raise it in this op

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_rt.compat.deep_ep.exchange import Exchange, Rows
+from moe_rt import _engine
+from moe_rt.compat.deep_ep.exchange import Exchange, Received, Rows
 
 
 def last_entries(ranks: Tensor, num_ranks: int) -> Tensor:
@@ -54,8 +55,40 @@ def size_of(hidden: int, num_ranks: int, dtype: torch.dtype = torch.bfloat16) ->
     return Rows("tokens", hidden, 1, num_ranks, dtype)
 
 
-def send_home(exchange: Exchange, rows: Tensor, index: Tensor | None, ranks: Tensor) -> Tensor:
-    """Send rows [N, H] to ranks int64 [N', 1], -1 for none, and return the rows that came here. Collective.
+def add_weights(received: Received, in_rank: Tensor, num_topk: int) -> Tensor:
+    """Return float32 [T, K]: the sum, in rank order, of the weights that the ranks of each token returned.
+
+    Args:
+        in_rank: bool [T, R], True if the token visits the rank.
+    """
+    rows, offs, (num_tokens, num_ranks) = received.x, received.handle.offs, in_rank.shape
+    if not rows.is_cpu:
+        ranks = torch.arange(num_ranks, device=in_rank.device)
+        return add_in_order(rows, places_at_home(torch.where(in_rank, ranks, -1)))[:, :num_topk].contiguous()
+    out, visits = rows.new_empty(num_tokens, num_topk), in_rank.contiguous()
+    given = rows.data_ptr(), rows.shape[1], offs.data_ptr(), visits.data_ptr()
+    _engine.add_weights(*given, num_tokens, num_ranks, num_topk, out.data_ptr())
+    return out
+
+
+def send_weights_home(exchange: Exchange, weights: Tensor, ranks: Tensor) -> Received:
+    """Send weights [N, K] to ranks int64 [N, 1], as rows of a multiple of 16 bytes. Collective."""
+    beyond = -weights.shape[1] % 4
+    return send_home(exchange, torch.nn.functional.pad(weights, (0, beyond)) if beyond else weights, None, ranks)
+
+
+def source_ranks(offs: Tensor, num_rows: int) -> Tensor:
+    """Return int64 [N, 1]: the source of each received row, of which each source's end at offs; then -1."""
+    if not offs.is_cpu:
+        rows = torch.arange(num_rows, dtype=torch.int32, device=offs.device)
+        return torch.searchsorted(offs, rows, right=True).where(rows < offs[-1], -1).unsqueeze(1)
+    out = offs.new_empty(num_rows, 1, dtype=torch.int64)
+    _engine.source_ranks(offs.data_ptr(), offs.shape[0], num_rows, out.data_ptr())
+    return out
+
+
+def send_home(exchange: Exchange, rows: Tensor, index: Tensor | None, ranks: Tensor) -> Received:
+    """Send rows [N, H] to ranks int64 [N', 1], -1 for none, and return what came here. Collective.
 
     Args:
         index: int64 [N'], the row to send for each rank; None: the rows as they are.
@@ -63,4 +96,4 @@ def send_home(exchange: Exchange, rows: Tensor, index: Tensor | None, ranks: Ten
     size = size_of(rows.shape[1], exchange.num_ranks, rows.dtype)
     ones = torch.ones(ranks.shape, device=ranks.device)
     x = rows if index is None else lambda window: torch.index_select(rows, 0, index, out=window)
-    return exchange.dispatch(size, x, ranks, ones).x
+    return exchange.dispatch(size, x, ranks, ones)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_rt import _engine
+from moe_rt.buffer.buffer import Buffer
 from moe_rt.buffer.handle import PLAN_HEAD, PLAN_PULLED, Handle
 from moe_rt.compat.deep_ep.config import NVL_PEERS
 
@@ -42,7 +43,7 @@ class KnownLayout:
         """
         layout = layout_of(topk_idx, num_experts, num_ranks)
         tensors = (topk_idx, *layout)
-        known = topk_idx.device.type != "cpu" or (topk_idx.is_contiguous() and not repeats(topk_idx))
+        known = not topk_idx.is_cpu or (topk_idx.is_contiguous() and not repeats(topk_idx))
         known = known and not any(t.is_inference() for t in tensors)  # these count no versions
         self._tensors = tensors if known else ()
         self._versions = [t._version for t in self._tensors]
@@ -59,7 +60,7 @@ class KnownLayout:
 
 def layout_of(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Layout:
     """Count a routing. An id outside [0, num_experts) names no expert."""
-    if topk_idx.device.type != "cpu":
+    if not topk_idx.is_cpu:
         return counted_by_torch(topk_idx, num_experts, num_ranks)
     ids = topk_idx.contiguous()
     per_rank = ids.new_empty(num_ranks, dtype=torch.int32)
@@ -75,7 +76,7 @@ def differs(topk_idx: Tensor, layout: Layout) -> bool:
 
     The host reads both.
     """
-    if topk_idx.device.type == "cpu":
+    if topk_idx.is_cpu:
         return _engine.counts_differ(*_addresses(topk_idx, layout))
     own = counted_by_torch(topk_idx, len(layout.per_expert), len(layout.per_rank))
     same = all(torch.equal(one, other) for one, other in zip(own, layout, strict=True))
@@ -108,7 +109,7 @@ def per_domain(in_rank: Tensor) -> Tensor | None:
 
 def repeats(topk_idx: Tensor) -> bool:
     """True if a token of a contiguous routing names an expert twice. The host reads it."""
-    if topk_idx.device.type == "cpu":
+    if topk_idx.is_cpu:
         return _engine.names_twice(topk_idx.data_ptr(), *topk_idx.shape)
     ids = topk_idx.sort(1).values
     return bool(((ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] >= 0)).any())
@@ -124,7 +125,7 @@ def local_ids(
     Args:
         plan: int32, with the ids from index `begin` on.
     """
-    if plan.device.type != "cpu":
+    if not plan.is_cpu:
         ids = plan[begin : begin + num_rows * num_topk].view(num_rows, num_topk).long()
         counts = torch.bincount((ids + 1).flatten(), minlength=num_local + 1).tolist()[1:]
         return ids, [-(-count // alignment) * alignment for count in counts]
@@ -136,6 +137,30 @@ def local_ids(
 def source_tokens(handle: Handle, num_rows: int) -> Tensor:
     """Return int32 [num_rows]: the source's token of each row of a dispatch with layout="tokens"."""
     return handle.recv_plan[PLAN_HEAD : PLAN_HEAD + PLAN_PULLED * num_rows].view(num_rows, PLAN_PULLED)[:, 0]
+
+
+def describe_rows(buffer: Buffer, handle: Handle, tokens: Tensor, ranges: Tensor) -> None:
+    """Write the source's token of each row [L, rows], and begin << 32 | count of the rows of each source [L, R].
+
+    Args:
+        handle: of a complete dispatch to as many rows for each expert (buffer/packed.py). The host waits for no GPU.
+    """
+    if tokens.is_cpu:
+        (num_local, slots), written = tokens.shape, (tokens.data_ptr(), ranges.data_ptr())
+        _engine.describe_rows(handle.recv_plan.data_ptr(), buffer._engine.shape, num_local, slots, *written)
+    else:
+        pulled = buffer.num_ranks * buffer.spec.num_max_tokens_per_rank
+        described_by_torch(handle, pulled, pulled * min(buffer.spec.num_topk, len(tokens)), tokens, ranges)
+
+
+def put_in_columns(buffer: Buffer, handle: Handle, scales: Tensor, columns: Tensor) -> None:
+    """Copy the scales of received rows [L * rows, S] to `columns` [L, rows, S], contiguous along dimension 1."""
+    num_local, slots, words = columns.shape
+    if columns.is_cpu:
+        given = handle.recv_plan.data_ptr(), buffer._engine.shape, num_local, slots
+        _engine.put_in_columns(*given, scales.data_ptr(), columns.data_ptr(), words)
+    else:
+        columns.copy_(scales.view(columns.shape))
 
 
 def described_by_torch(handle: Handle, most_pulled: int, most_copies: int, tokens: Tensor, ranges: Tensor) -> None:

@@ -7,47 +7,73 @@ second half of an earlier op runs when the next one begins, and its hook then on
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-from moe_rt import _engine
 from moe_rt.buffer import packed
 from moe_rt.buffer.buffer import Buffer
 from moe_rt.buffer.handle import Handle
 from moe_rt.compat.deep_ep import fp8
 from moe_rt.compat.deep_ep.config import low_latency_bytes
 from moe_rt.compat.deep_ep.exchange import Exchange, Rows
-from moe_rt.compat.deep_ep.layout import described_by_torch, repeats
+from moe_rt.compat.deep_ep.layout import describe_rows, put_in_columns, repeats
 from moe_rt.compat.deep_ep.operands import invalid, spelled, twice, wrong_tensor
 from moe_rt.errors import InvalidInput, MoeRtError, TooManyTokens
 
 MOST_OUTSTANDING = 2  # DeepEP has two buffers
 _MOST_ROWS = 1 << 31  # rows are counted in 32 bits
 _ALIGNED = 16  # bytes, of an output that kernels write in vectors
-_COUNT = (1 << 32) - 1  # of a layout range, whose upper half is its begin
+
+
+class Size(NamedTuple):
+    """Parts that all ops of one size use. They are made when DeepEP would accept the size.
+
+    Attributes:
+        shape: of the packed rows, [L, R * M, H].
+        begins: int32 [L], the first row of each local expert.
+    """
+
+    rows: Rows
+    shape: tuple[int, int, int]
+    begins: Tensor
 
 
 class LowLatencyHandle(Sequence[Any]):
-    """Routing of one low-latency dispatch. Its items are those of DeepEP's handle.
+    """Routing of one low-latency dispatch. Its items are those of DeepEP's handle, computed when they are read.
 
     Items: packed_recv_src_info int32 [L, R * M], the source's token of each row; packed_recv_layout_range int64 [L, R],
     begin << 32 | count of the rows from each rank; M; hidden; num_experts.
     """
 
-    def __init__(
-        self, owner: LowLatency, items: tuple[Any, ...], topk_idx: Tensor, buffer: Buffer, plan: Handle
-    ) -> None:
-        self.owner, self.items, self.topk_idx, self.buffer, self.plan = owner, items, topk_idx, buffer, plan
-        self.arrived = False
+    def __init__(self, owner: LowLatency, size: Size, topk_idx: Tensor, buffer: Buffer, plan: Handle) -> None:
+        self.owner, self.size, self.topk_idx, self.buffer, self.plan = owner, size, topk_idx, buffer, plan
+        self.complete = False  # the rows are here
+        self.arrived = False  # and the caller knows, since it has called the hook
         self.combine_buffer: Tensor | None = None
+        self._described: tuple[Tensor, Tensor] | None = None
+
+    def describe(self) -> None:
+        """Write the items that were read before the rows were here."""
+        self.complete = True
+        if self._described is not None:
+            describe_rows(self.buffer, self.plan, *self._described)
+
+    def _items(self) -> tuple[Any, ...]:
+        (num_local, slots, hidden), offs = self.size.shape, self.plan.offs
+        if self._described is None:
+            ranges = offs.new_empty(num_local, self.owner.num_ranks, dtype=torch.int64)
+            self._described = offs.new_empty(num_local, slots), ranges
+            if self.complete:
+                self.describe()
+        return *self._described, slots // self.owner.num_ranks, hidden, self.size.rows.num_experts
 
     def __len__(self) -> int:
-        return len(self.items)
+        return len(self._items())
 
     def __getitem__(self, index: Any) -> Any:
-        return self.items[index]
+        return self._items()[index]
 
 
 class Hook:
@@ -69,7 +95,8 @@ class Hook:
         if not self._complete:
             self._complete = True
             self._half.finish()
-            self._after()
+            with torch.inference_mode():  # where the outputs may have been made
+                self._after()
 
     def __call__(self) -> None:
         """Complete the op. Raises InvalidInput at a second call."""
@@ -90,7 +117,8 @@ class LowLatency:
         self._exchange, self._num_rdma_bytes, self._enabled = exchange, num_rdma_bytes, enabled
         self.rank, self.num_ranks = exchange.rank, exchange.num_ranks
         self.outstanding: list[Hook] = []  # not called yet
-        self._unused = torch.ones(0, 0)  # weights, which stay at home until combine
+        self._sizes: dict[tuple[Any, ...], Size] = {}
+        self._ones = torch.ones(0, 0)  # weights, which stay at home until combine
 
     def dispatch(
         self, x: Tensor, topk_idx: Tensor, most: int, num_experts: int, stats: Tensor | None, waits: Tensor | None,
@@ -98,42 +126,50 @@ class LowLatency:
     ) -> tuple[Any, Tensor, LowLatencyHandle, Callable[[], None] | None]:  # fmt: skip
         """Return packed rows, with scales if use_fp8, the number of rows of each expert, the handle and the hook."""
         name = "low_latency_dispatch"
-        error = self._problem(x, topk_idx, most, num_experts, stats, use_fp8, round_scale, use_ue8m0)
+        options = bool(use_fp8), bool(round_scale), bool(use_ue8m0)
+        size = self._wrong_tensors(x, topk_idx) or self._size(x, topk_idx, most, num_experts, options)
+        error = self._wrong_values(x, topk_idx, most, size, stats) if isinstance(size, Size) else size
         error = error or self._too_many(name, return_recv_hook, async_finish) or self._wrong_waits(waits)
-        hidden = x.shape[1] if isinstance(x, Tensor) and x.dim() == 2 else 0
-        num_topk = topk_idx.shape[1] if isinstance(topk_idx, Tensor) and topk_idx.dim() == 2 else 1
-        rows = Rows("experts", hidden, num_topk, num_experts, torch.bfloat16, "invariant")
         self._complete_all()
-        if error is not None:
-            sizes = (len(x), most) if isinstance(error, TooManyTokens) else (0, 0)
-            self._exchange.refuse(rows, error, *sizes)
+        if not isinstance(size, Size) or error is not None:
+            self._refuse_dispatch(x, topk_idx, most, num_experts, error)
         before = self._waited(waits)
-        buffer = self._exchange.buffer(rows, len(x), most)
+        buffer = self._exchange.buffer(size.rows, x.shape[0], most)
         sent = fp8.cast(x, round_scale, use_ue8m0) if use_fp8 else x
         half = packed.dispatch(buffer, sent, topk_idx, self._weights(topk_idx), most, wait=not return_recv_hook)
-        num_local, slots = num_experts // self.num_ranks, self.num_ranks * most
-        recv_x = half.outputs[0].view(num_local, slots, hidden)
+        assert half.handle is not None
+        recv_x, offs = half.outputs[0].view(size.shape), half.handle.offs
         scales = None
         if use_fp8:
             given = half.outputs[-1]
-            scales = given.new_empty(num_local, given.shape[1], slots).transpose(1, 2)
-        assert half.handle is not None
-        count = half.handle.offs.new_full((num_local,), -1)  # until the rows have arrived
-        items = (
-            count.new_empty(num_local, slots), count.new_empty(num_local, self.num_ranks, dtype=torch.int64), most,
-            hidden, num_experts,
-        )  # fmt: skip
-        handle = LowLatencyHandle(self, items, topk_idx.clone(), buffer, half.handle)
+            scales = given.new_empty(size.shape[0], given.shape[1], size.shape[1]).transpose(1, 2)
+        count = torch.full_like(offs, -1) if return_recv_hook else offs - size.begins  # -1 until rows have arrived
+        handle = LowLatencyHandle(self, size, topk_idx.clone(), buffer, half.handle)
 
         def fill() -> None:
-            _describe(half, handle, count, scales)
+            if return_recv_hook:
+                torch.sub(offs, size.begins, out=count)
+            handle.describe()
+            if scales is not None:
+                put_in_columns(buffer, handle.plan, half.outputs[-1], scales)
             if stats is not None:
                 stats.add_(count)
             self._add_waits(waits, before)
 
-        recv = recv_x if scales is None else (recv_x, scales)
         hook = self._hook(name, half, fill, return_recv_hook, handle)
-        return recv, count, handle, hook
+        return recv_x if scales is None else (recv_x, scales), count, handle, hook
+
+    def _refuse_dispatch(self, x: Any, topk_idx: Any, most: Any, num_experts: Any, error: Any) -> NoReturn:
+        """Raise the error on every rank, in the buffer through which peers dispatch."""
+        hidden = x.shape[1] if isinstance(x, Tensor) and x.dim() == 2 else 0
+        num_topk = topk_idx.shape[1] if isinstance(topk_idx, Tensor) and topk_idx.dim() == 2 else 1
+        rows = self._rows(hidden, num_topk, num_experts) if type(num_experts) is int else None
+        sizes = (x.shape[0], most) if isinstance(error, TooManyTokens) else (0, 0)
+        self._exchange.refuse(rows, error, *sizes)
+
+    @staticmethod
+    def _rows(hidden: int, num_topk: int, num_experts: int) -> Rows:
+        return Rows("experts", hidden, num_topk, num_experts, torch.bfloat16, "invariant")
 
     def combine(
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, handle: LowLatencyHandle, zero_copy: bool,
@@ -141,7 +177,8 @@ class LowLatency:
     ) -> tuple[Tensor, Callable[[], None] | None]:  # fmt: skip
         """Return each token's sum of its experts' rows, weighted, and the hook."""
         name = "low_latency_combine"
-        error = self._unfit(x, topk_idx, topk_weights, handle, zero_copy, out)
+        same = isinstance(handle, LowLatencyHandle) and _same(topk_idx, handle.topk_idx)
+        error = self._unfit(x, topk_idx, same, topk_weights, handle, zero_copy, out)
         error = error or self._too_many(name, return_recv_hook, async_finish) or self._wrong_waits(waits)
         self._complete_all()
         if error is not None:
@@ -149,9 +186,7 @@ class LowLatency:
             self._exchange.refuse_combine(handle.buffer if own else self._exchange.buffers[-1], error)
         before = self._waited(waits)
         rows = handle.combine_buffer if zero_copy and handle.combine_buffer is not None else x
-        plan = handle.plan
-        if not torch.equal(topk_idx, handle.topk_idx):
-            plan = packed.without_entries(plan, topk_idx < 0)
+        plan = handle.plan if same else packed.without_entries(handle.plan, topk_idx < 0)
         flat = rows.view(-1, rows.shape[-1])
         half = packed.combine(handle.buffer, flat, plan, topk_weights, out, wait=not return_recv_hook)
         hook = self._hook(name, half, lambda: self._add_waits(waits, before), return_recv_hook, None)
@@ -162,16 +197,14 @@ class LowLatency:
         if not isinstance(handle, LowLatencyHandle) or handle.owner is not self:
             raise self._foreign()
         if handle.combine_buffer is None:
-            src_info, hidden = handle.items[0], handle.items[3]
-            handle.combine_buffer = src_info.new_empty(*src_info.shape, hidden, dtype=torch.bfloat16)
+            handle.combine_buffer = handle.plan.offs.new_empty(handle.size.shape, dtype=torch.bfloat16)
         return handle.combine_buffer
 
     def _weights(self, topk_idx: Tensor) -> Tensor:
         """Return float32 ones of the shape of topk_idx."""
-        num_tokens, num_topk = topk_idx.shape
-        if self._unused.shape[1] != num_topk or len(self._unused) < num_tokens:
-            self._unused = torch.ones(num_tokens, num_topk, dtype=torch.float32, device=topk_idx.device)
-        return self._unused[:num_tokens]
+        if self._ones.shape != topk_idx.shape:
+            self._ones = torch.ones(topk_idx.shape, dtype=torch.float32, device=topk_idx.device)
+        return self._ones
 
     def _hook(
         self, name: str, half: packed.Half, after: Callable[[], None], later: bool, handle: LowLatencyHandle | None
@@ -224,86 +257,89 @@ class LowLatency:
             )
         return None
 
-    def _problem(
-        self, x: Tensor, topk_idx: Tensor, most: int, num_experts: int, stats: Tensor | None, use_fp8: bool,
-        round_scale: bool, use_ue8m0: bool,
-    ) -> MoeRtError | None:  # fmt: skip
-        """Return the error of a dispatch's arguments, None if DeepEP's contract holds."""
-        if not self._enabled:
-            return invalid(self.rank, "low_latency_mode", False, "a Buffer made with low_latency_mode=True")
-        if type(num_experts) is not int or num_experts < 1 or num_experts % self.num_ranks:
-            return invalid(self.rank, "num_experts", num_experts, f"a multiple of {self.num_ranks} ranks")
-        multiple = 512 if use_fp8 else 128
+    def _wrong_tensors(self, x: Tensor, topk_idx: Tensor) -> MoeRtError | None:
         if not isinstance(x, Tensor) or x.dtype is not torch.bfloat16 or x.dim() != 2 or not x.is_contiguous():
             return invalid(self.rank, "x", spelled(x), "contiguous bfloat16 [T, H]")
-        if x.shape[1] == 0 or x.shape[1] % multiple:
-            return invalid(self.rank, "x", spelled(x), f"H a multiple of {multiple}")
-        if not isinstance(topk_idx, Tensor) or topk_idx.dtype is not torch.int64 or topk_idx.dim() != 2:
-            return invalid(self.rank, "topk_idx", spelled(topk_idx), f"int64 {[len(x), 'K']}")
-        if len(topk_idx) != len(x) or not topk_idx.is_contiguous():
-            return invalid(self.rank, "topk_idx", spelled(topk_idx), f"contiguous int64 {[len(x), 'K']}")
-        size = [num_experts // self.num_ranks]
+        if (
+            not isinstance(topk_idx, Tensor) or topk_idx.dtype is not torch.int64 or topk_idx.dim() != 2
+            or topk_idx.shape[0] != x.shape[0] or not topk_idx.is_contiguous()
+        ):  # fmt: skip
+            return invalid(self.rank, "topk_idx", spelled(topk_idx), f"contiguous int64 {[x.shape[0], 'K']}")
+        return None
+
+    def _size(
+        self, x: Tensor, topk_idx: Tensor, most: int, num_experts: int, options: tuple[bool, bool, bool]
+    ) -> Size | MoeRtError:
+        """Return the parts of a dispatch of this size, or the error if DeepEP refuses it."""
+        if type(num_experts) is not int or num_experts < 1 or num_experts % self.num_ranks:
+            return invalid(self.rank, "num_experts", num_experts, f"a multiple of {self.num_ranks} ranks")
         if type(most) is not int or most < 1 or self.num_ranks * most % 4 or num_experts * most >= _MOST_ROWS:
             expected = f"a positive number that times {self.num_ranks} ranks is a multiple of 4, below 2^31 rows"
             return invalid(self.rank, "num_max_dispatch_tokens_per_rank", most, expected)
-        if len(x) > most:
-            message = f"x: got {len(x)} tokens, expected at most num_max_dispatch_tokens_per_rank = {most}"
-            return TooManyTokens(f"rank {self.rank}: {message}", rank=self.rank)
+        hidden, num_topk = x.shape[1], topk_idx.shape[1]
+        key = hidden, num_topk, most, num_experts, options
+        if (size := self._sizes.get(key)) is not None:
+            return size
+        if not self._enabled:
+            return invalid(self.rank, "low_latency_mode", False, "a Buffer made with low_latency_mode=True")
+        use_fp8, round_scale, use_ue8m0 = options
+        multiple = 512 if use_fp8 else 128
+        if hidden == 0 or hidden % multiple:
+            return invalid(self.rank, "x", spelled(x), f"H a multiple of {multiple}")
         if use_ue8m0 and not (use_fp8 and round_scale):
             return invalid(self.rank, "use_ue8m0", True, "use_fp8=True and round_scale=True with it")
-        if topk_idx.device.type == "cpu" and repeats(topk_idx):
-            return twice(self.rank)
-        if stats is not None and (stats.dtype is not torch.int32 or list(stats.shape) != size):
-            return invalid(self.rank, "cumulative_local_expert_recv_stats", spelled(stats), f"int32 {size}")
-        needed = low_latency_bytes(most, x.shape[1], num_experts)
+        needed = low_latency_bytes(most, hidden, num_experts)
         if needed > self._num_rdma_bytes:
             expected = f"{needed}, as DeepEP needs (get_low_latency_rdma_size_hint)"
             return invalid(self.rank, "num_rdma_bytes", self._num_rdma_bytes, expected)
+        num_local, slots = num_experts // self.num_ranks, self.num_ranks * most
+        begins = torch.arange(0, num_local * slots, slots, dtype=torch.int32, device=topk_idx.device)
+        rows = self._rows(hidden, num_topk, num_experts)
+        return self._sizes.setdefault(key, Size(rows, (num_local, slots, hidden), begins))
+
+    def _wrong_values(
+        self, x: Tensor, topk_idx: Tensor, most: int, size: Size, stats: Tensor | None
+    ) -> MoeRtError | None:
+        if x.shape[0] > most:
+            message = f"x: got {x.shape[0]} tokens, expected at most num_max_dispatch_tokens_per_rank = {most}"
+            return TooManyTokens(f"rank {self.rank}: {message}", rank=self.rank)
+        if topk_idx.is_cpu and repeats(topk_idx):
+            return twice(self.rank)
+        if stats is not None and (stats.dtype is not torch.int32 or stats.shape != size.shape[:1]):
+            expected = f"int32 {[size.shape[0]]}"
+            return invalid(self.rank, "cumulative_local_expert_recv_stats", spelled(stats), expected)
         return None
 
     def _unfit(
-        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, handle: Any, zero_copy: bool, out: Tensor | None
-    ) -> InvalidInput | None:
-        """Return the error of a combine's arguments, None if DeepEP's contract holds."""
+        self, x: Tensor, topk_idx: Tensor, same: bool, topk_weights: Tensor, handle: Any, zero_copy: bool,
+        out: Tensor | None,
+    ) -> InvalidInput | None:  # fmt: skip
+        """Return the error of a combine's arguments, None if DeepEP's contract holds.
+
+        Args:
+            same: topk_idx is that of the dispatch.
+        """
         if not isinstance(handle, LowLatencyHandle) or handle.owner is not self:
             return self._foreign()
         if not handle.arrived:
             return invalid(
                 self.rank, "handle", "that of a low_latency_dispatch whose hook was never called", "its hook called"
             )
-        shape = (*handle.items[0].shape, handle.items[3])
-        if error := wrong_tensor(self.rank, "x", x, torch.bfloat16, shape):
+        if error := wrong_tensor(self.rank, "x", x, torch.bfloat16, handle.size.shape):
             return error
         if zero_copy and handle.combine_buffer is None:
             return invalid(self.rank, "zero_copy", True, "rows in get_next_low_latency_combine_buffer(handle)")
         sent = handle.topk_idx
         error = wrong_tensor(self.rank, "topk_idx", topk_idx, torch.int64, sent.shape)
         error = error or wrong_tensor(self.rank, "topk_weights", topk_weights, torch.float32, sent.shape)
-        if error is None and not torch.equal(topk_idx, sent) and not ((topk_idx == sent) | (topk_idx == -1)).all():
+        if error is None and not same and not ((topk_idx == sent) | (topk_idx == -1)).all():
             error = invalid(self.rank, "topk_idx", "other experts", "those of the dispatch, or -1")
         if error is None and out is not None:
-            error = wrong_tensor(self.rank, "out", out, torch.bfloat16, (len(sent), shape[-1]))
+            error = wrong_tensor(self.rank, "out", out, torch.bfloat16, (sent.shape[0], x.shape[2]))
             if error is None and out.data_ptr() % _ALIGNED:
                 error = invalid(self.rank, "out", "an odd address", f"a multiple of {_ALIGNED}")
         return error
 
 
-def _describe(half: packed.Half, handle: LowLatencyHandle, count: Tensor, scales: Tensor | None) -> None:
-    """Write the handle's items and the rows of each expert, and the scales in columns, of a dispatch that is complete.
-
-    Args:
-        scales: [L, R * M, S], written; None for rows without scales.
-    """
-    tokens, ranges, *_ = handle.items
-    plan, spec, num_local = handle.plan, handle.buffer.spec, len(ranges)
-    if tokens.device.type == "cpu":
-        given = (0, 0, 0) if scales is None else (half.outputs[-1].data_ptr(), scales.data_ptr(), scales.shape[2])
-        written = tokens.data_ptr(), ranges.data_ptr(), count.data_ptr()
-        shape = handle.buffer._engine.shape
-        _engine.describe_rows(plan.recv_plan.data_ptr(), shape, num_local, tokens.shape[1], *written, *given)
-        return
-    pulled = spec.num_ranks * spec.num_max_tokens_per_rank
-    described_by_torch(plan, pulled, pulled * min(spec.num_topk, num_local), tokens, ranges)
-    count.copy_((ranges & _COUNT).sum(1))
-    if scales is not None:
-        scales.copy_(half.outputs[-1].view(scales.shape))
+def _same(topk_idx: Any, sent: Tensor) -> bool:
+    return isinstance(topk_idx, Tensor) and topk_idx.dtype is sent.dtype and torch.equal(topk_idx, sent)

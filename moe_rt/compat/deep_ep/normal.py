@@ -109,7 +109,7 @@ class Normal:
 
     def again(self, x: Any, handle: DispatchHandle, config: Config) -> Any:
         """Return the rows of x, routed as in the dispatch of the handle."""
-        error = self._wrong_rows(x, len(handle.in_rank), config, 0) if handle.owner is self else self._foreign()
+        error = self._wrong_rows(x, handle.in_rank.shape[0], config, 0) if handle.owner is self else self._foreign()
         if error is not None:
             self._exchange.refuse(handle.rows if handle.owner is self else None, error)
         rows = handle.rows._replace(hidden=(x[0] if type(x) is tuple else x).shape[1])
@@ -129,21 +129,21 @@ class Normal:
         _, buffer, plan = handle.plans.get(x.shape[1], (None, None, None))
         sources = None
         if bias or buffer is None or plan is None:
-            sources = self._sources(handle)
+            sources = home.source_ranks(handle.plan.offs, handle.num_rows)
             first = sum((part.float() for part in bias[1:]), bias[0].float()) if bias else None
-            rows = home.send_home(self._exchange, x, None, sources)
+            rows = home.send_home(self._exchange, x, None, sources).x
             out = home.add_in_order(rows, self._places(handle), first).to(x.dtype)
         else:
-            capacity = buffer.capacity  # the worst case may have more rows
-            y = x if len(x) <= capacity else x[:capacity]
-            out = buffer._engine.combine(y, None, plan.recv_plan, plan.send_plan, 0)  # as Exchange.dispatch
+            engine = buffer._engine  # as Exchange.dispatch
+            capacity = engine.capacity  # the worst case may have more rows
+            y = x if x.shape[0] <= capacity else x[:capacity]
+            out = engine.combine(y, None, plan.recv_plan, plan.send_plan, 0)
         if topk_weights is None:
             return out, None
-        num_topk = topk_weights.shape[1]
-        wide = -(-num_topk // 4) * 4  # rows of a multiple of 16 bytes
-        padded = torch.nn.functional.pad(topk_weights, (0, wide - num_topk))
-        rows = home.send_home(self._exchange, padded, None, self._sources(handle) if sources is None else sources)
-        return out, home.add_in_order(rows, self._places(handle))[:, :num_topk].contiguous()
+        if sources is None:
+            sources = home.source_ranks(handle.plan.offs, handle.num_rows)
+        returned = home.send_weights_home(self._exchange, topk_weights, sources)
+        return out, home.add_weights(returned, handle.in_rank, topk_weights.shape[1])
 
     def _refuse_combine(self, handle: Any, bias: bool, error: MoeRtError) -> NoReturn:
         """Raise the error on every rank, in the buffer through which peers combine."""
@@ -155,13 +155,6 @@ class Normal:
         if buffer is None:
             raise error
         self._exchange.refuse_combine(buffer, error)
-
-    def _sources(self, handle: DispatchHandle) -> Tensor:
-        """Return int64 [N, 1]: the source rank of each received row; -1 for rows of the worst case."""
-        plan = handle.plan
-        rows = torch.arange(handle.num_rows, dtype=torch.int32, device=plan.offs.device)
-        sources = torch.searchsorted(plan.offs, rows, right=True)
-        return sources.where(rows < plan.offs[-1], -1).unsqueeze(1)
 
     def _places(self, handle: DispatchHandle) -> Tensor:
         """Return int64 [T, J]: where the rows of each token arrive at home, in rank order."""
@@ -214,11 +207,12 @@ class Normal:
         config: Config,
     ) -> MoeRtError | None:  # fmt: skip
         """Return the error of a dispatch's arguments, None if DeepEP's contract holds."""
-        num_tokens = len(x[0]) if type(x) is tuple and len(x) == 2 else len(x) if isinstance(x, Tensor) else -1
+        codes, _ = parts_of(x)
+        num_tokens = codes.shape[0] if isinstance(codes, Tensor) and codes.dim() else -1
         num_topk = topk_idx.shape[1] if isinstance(topk_idx, Tensor) and topk_idx.dim() == 2 else 0
         if error := self._wrong_rows(x, num_tokens, config, num_topk):
             return error
-        known = self.known.knows(topk_idx, layout) and len(layout.in_rank) == num_tokens
+        known = self.known.knows(topk_idx, layout) and layout.in_rank.shape[0] == num_tokens
         if not known and (error := self._wrong_counts(layout, num_tokens)):
             return error
         if (topk_idx is None) is not (topk_weights is None):
@@ -291,14 +285,14 @@ class Normal:
     def _unfit(self, x: Any, handle: Any, topk_weights: Tensor | None, bias: Sequence[Tensor]) -> InvalidInput | None:
         if not isinstance(handle, DispatchHandle) or handle.owner is not self:
             return self._foreign()
-        shape, num_tokens = [handle.num_rows], len(handle.in_rank)
+        shape, num_tokens = [handle.num_rows], handle.in_rank.shape[0]
         if not isinstance(x, Tensor) or x.dtype is not torch.bfloat16 or x.dim() != 2 or not x.is_contiguous():
             return invalid(self.rank, "x", spelled(x), f"contiguous bfloat16 {[*shape, 'H']}")
-        if len(x) != handle.num_rows or x.shape[1] % 8:
+        if x.shape[0] != handle.num_rows or x.shape[1] % 8:
             return invalid(self.rank, "x", spelled(x), f"bfloat16 {[*shape, 'H']}, H a multiple of 8")
         if topk_weights is not None and (
             not isinstance(topk_weights, Tensor) or topk_weights.dtype is not torch.float32
-            or topk_weights.dim() != 2 or len(topk_weights) != handle.num_rows or not topk_weights.is_contiguous()
+            or topk_weights.dim() != 2 or topk_weights.shape[0] != handle.num_rows or not topk_weights.is_contiguous()
         ):  # fmt: skip
             return invalid(self.rank, "topk_weights", spelled(topk_weights), f"contiguous float32 {[*shape, 'K']}")
         for part in bias:

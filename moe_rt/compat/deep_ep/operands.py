@@ -42,7 +42,7 @@ def wrong_rows(rank: int, x: Any, num_tokens: int | None = None) -> InvalidInput
     if (
         not isinstance(codes, Tensor) or codes.dim() != 2 or not codes.is_contiguous() or codes.itemsize != size
         or (scales is None and codes.dtype is not torch.bfloat16) or codes.shape[1] * size % 16
-        or (num_tokens is not None and len(codes) != num_tokens)
+        or (num_tokens is not None and codes.shape[0] != num_tokens)
     ):  # fmt: skip
         rows = "T" if num_tokens is None else num_tokens
         expected = f"contiguous bfloat16 [{rows}, H], or a tuple of codes [{rows}, H] and scales, rows of 16 n bytes"

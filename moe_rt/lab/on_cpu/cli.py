@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import click
 
@@ -25,21 +27,30 @@ def on_cpu(ranks: int | None, command: tuple[str, ...]) -> None:
     `import deep_ep` finds moe_rt.compat.deep_ep unless another is installed. Triton kernels and CUDA graphs are
     refused by name. docs/howto/deepep.md has the rest.
     """
+    command = (_program(command[0]), *command[1:])
     variables = environment(max(ranks or 0, DEFAULT_DEVICES))
     click.echo(f"moe-rt on-cpu: cuda is the CPU, nccl is gloo, deep_ep is {which_deep_ep()}", err=True)
     if ranks is None:
-        os.execvpe(command[0], command, {**os.environ, **variables})
+        os.execve(command[0], command, {**os.environ, **variables})
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports()), "WORLD_SIZE": str(ranks)}
     variables |= {"LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     started = []
     try:
         for rank in range(ranks):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
-            started.append(subprocess.Popen(command, env={**os.environ, **variables, **own}))
+            own = variables | {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
+            started.append(subprocess.Popen(command, env={**os.environ, **own}))
         status = _first_failure(started)
     finally:
         _end(started)
     sys.exit(status)
+
+
+def _program(name: str) -> str:
+    """Return the path of a program. An environment's torchrun is found although the environment is not active."""
+    found = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
+    if found is None:
+        raise click.ClickException(f"COMMAND: got {name}, expected a program that can be run, as in: python {name}")
+    return found
 
 
 def _first_failure(ranks: list[subprocess.Popen[bytes]]) -> int:

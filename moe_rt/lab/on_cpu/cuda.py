@@ -6,6 +6,7 @@ import contextlib
 import os
 import resource
 import sys
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -84,9 +85,12 @@ class Stream:
         return event
 
     def __enter__(self) -> Stream:
+        self._before = _current_stream()
+        set_stream(self)
         return self
 
-    def __exit__(self, *error: Any) -> None: ...
+    def __exit__(self, *error: Any) -> None:
+        set_stream(self._before)
 
 
 class Event:
@@ -113,24 +117,32 @@ class Event:
         return True
 
 
-_default_stream: list[Stream] = []
+_default_stream = Stream()
+_streams = threading.local()  # `current` is the current stream of a thread
 
 
-def _stream(device: Any = None) -> Stream:
-    if not _default_stream:
-        _default_stream.append(Stream())
-    return _default_stream[0]
+def _current_stream(device: Any = None) -> Any:
+    return getattr(_streams, "current", _default_stream)
+
+
+def set_stream(stream: Any) -> None:
+    """Make a stream the current one of this thread; None changes nothing."""
+    if stream is not None:
+        _streams.current = stream
 
 
 class StreamContext:
-    """torch.cuda.StreamContext: a block whose work goes to a stream."""
+    """torch.cuda.StreamContext: a block whose work goes to a stream, or with None to the current one."""
 
     def __init__(self, stream: Any) -> None:
-        self.stream = stream
+        self.stream, self._before = stream, None
 
-    def __enter__(self) -> None: ...
+    def __enter__(self) -> None:
+        self._before = _current_stream()
+        set_stream(self.stream)
 
-    def __exit__(self, *error: Any) -> None: ...
+    def __exit__(self, *error: Any) -> None:
+        set_stream(self._before)
 
 
 def _memory() -> tuple[int, int]:
@@ -219,8 +231,9 @@ def change() -> None:
         "_sleep": _nothing, "set_sync_debug_mode": _nothing, "get_sync_debug_mode": lambda: 0,
         "cudart": lambda: _NoStream("cudart"), "ipc_collect": _nothing,
         # Streams and events.
-        "Stream": Stream, "ExternalStream": Stream, "Event": Event, "current_stream": _stream,
-        "default_stream": _stream, "set_stream": _nothing, "stream": StreamContext, "StreamContext": StreamContext,
+        "Stream": Stream, "ExternalStream": Stream, "Event": Event, "current_stream": _current_stream,
+        "default_stream": lambda device=None: _default_stream, "set_stream": set_stream, "stream": StreamContext,
+        "StreamContext": StreamContext,
         "is_current_stream_capturing": lambda: False,
         # Memory: that of this process and host.
         "mem_get_info": lambda device=None: _memory(), "memory_allocated": _resident, "memory_reserved": _resident,
@@ -240,6 +253,8 @@ def change() -> None:
         "set_rng_state_all": lambda states: torch.set_rng_state(states[0]) if states else None,
         "default_generators": (torch.default_generator,) * num_devices(),
     }  # fmt: skip
+    for kind in ("Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short", "Int", "Long", "Bool"):
+        values[f"{kind}Tensor"] = getattr(torch, f"{kind}Tensor")
     for name, value in values.items():
         setattr(torch.cuda, name, value)
         if hasattr(torch.cuda.memory, name):

@@ -38,8 +38,10 @@ class device(metaclass=_Real):
     real = REAL_DEVICE
 
     def __new__(cls, *arguments: Any, **keywords: Any) -> Any:
-        made = REAL_DEVICE(*arguments, **keywords) if arguments or keywords else REAL_DEVICE("cpu")
-        return cpu_of(made)
+        first = arguments[0] if arguments else keywords.get("type", keywords.get("device"))
+        if first is None or type(first) is int:  # the default device, or the index of an accelerator
+            return REAL_DEVICE("cpu")
+        return cpu_of(REAL_DEVICE(*arguments, **keywords))
 
 
 class Generator(metaclass=_Real):

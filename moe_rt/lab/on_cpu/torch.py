@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 import torch
@@ -24,6 +25,10 @@ def change() -> None:
     torch.load = mapped(torch.load, "map_location")
     torch.set_default_device = first_mapped(torch.set_default_device)
     torch.version.cuda = torch.version.cuda or "12.8"
+    torch.accelerator.current_accelerator = lambda check_available=False: None  # torch built for CUDA has one
+    # DataParallel without devices runs its module once. A function hides the module that it is in.
+    vars(sys.modules["torch.nn.parallel.data_parallel"])["_get_available_device_type"] = lambda: None
+    _change_lookups()
     _change_tensors()
     _change_autocast()
     _change_operators()
@@ -31,6 +36,31 @@ def change() -> None:
     _hide_triton()
     cuda.change()
     groups.change()
+
+
+def _change_lookups() -> None:
+    """Change functions that find a module or a class by the name of a device."""
+    named: Any = torch
+    find, fork, set_type = named.get_device_module, named.random.fork_rng, named.set_default_tensor_type
+    of_type: Any = torch.Tensor.type
+
+    @functools.wraps(find)
+    def module_of(device: Any = None) -> Any:
+        return torch.cuda if cpu_of(device) is not device else find(device)
+
+    @functools.wraps(fork)
+    def fork_on_cpu(devices: Any = None, *arguments: Any, **keywords: Any) -> Any:
+        return fork((), *arguments, **keywords)  # the CPU's generator, which it always restores, is the only one
+
+    named.get_device_module, named.random.fork_rng = module_of, fork_on_cpu
+    named.set_default_tensor_type = functools.wraps(set_type)(lambda kind: set_type(_cpu_type(kind)))
+    tensor: Any = torch.Tensor
+    tensor.type = functools.wraps(of_type)(lambda self, dtype=None, *a, **k: of_type(self, _cpu_type(dtype), *a, **k))
+
+
+def _cpu_type(kind: Any) -> Any:
+    """Return the CPU's name for the name of a CUDA type of tensors, and anything else unchanged."""
+    return kind.replace("torch.cuda.", "torch.") if isinstance(kind, str) else kind
 
 
 def _change_tensors() -> None:
