@@ -39,7 +39,7 @@ MARKS = "moe_rt_marks"  # the module that instrumented sources import
 MARK_FILE = "MOE_RT_MARKS"
 RECORD = "MOE_RT_RECORD"
 KEPT = "build/executed"
-LIMIT_S = 900.0  # for all tests of a file
+LIMIT_S = 60.0  # for all tests of a file: more than those that a mutant runs
 
 # Maps the file of marks. A process without that file marks private memory, which is not read.
 MARKS_SOURCE = f"""import mmap, os
@@ -77,10 +77,22 @@ constexpr void moe_rt_mark(int n) {{
 #endif
 #endif
 """
-# A plug-in of pytest: after each test, what it marked and how long it took.
+# A plug-in of pytest: after each test, what it marked and how long it took. The first case of each test comes first,
+# then the second of each, so that little is lost where the time is up.
 PLUGIN = f"""import base64, json, os, time, zlib
+from collections import Counter
 import pytest
 from {MARKS} import marks
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    counts = Counter()
+    turns = []
+    for item in items:
+        name = item.nodeid.split("[")[0]
+        turns.append(counts[name])
+        counts[name] += 1
+    items[:] = [item for _, item in sorted(zip(turns, items), key=lambda pair: pair[0])]
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item, nextitem):
@@ -323,7 +335,7 @@ def test_files(root: Path) -> Iterator[str]:
             yield path.relative_to(root).as_posix()
 
 
-def collect(root: Path, directory: Path, files: list[str], jobs: int) -> None:
+def collect(root: Path, directory: Path, files: list[str], jobs: int, limit_s: float = LIMIT_S) -> None:
     """Record the tests of files that are not kept yet."""
     directory.mkdir(parents=True, exist_ok=True)
     asked = [file for file in files if not kept_as(directory, root, file).is_file()]
@@ -336,7 +348,7 @@ def collect(root: Path, directory: Path, files: list[str], jobs: int) -> None:
             while queue:
                 file = queue.pop(0)
                 start = time.monotonic()
-                tests = tree.record(file)
+                tests = tree.record(file, limit_s)
                 keep(kept_as(directory, root, file), file, tests)
                 blocks = len({block for _, seen in tests.values() for block in seen})
                 said = f"{len(tests):4} tests execute {blocks:5} blocks"
@@ -351,9 +363,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="*", help="files of tests; all by default")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="files at the same time")
+    parser.add_argument("--seconds", type=float, default=LIMIT_S, help="most for a file; tests after it stay unknown")
     parser.add_argument("--root", type=Path, default=ROOT)
     asked = parser.parse_args()
-    collect(asked.root, asked.root / KEPT, asked.files or list(test_files(asked.root)), asked.jobs)
+    collect(asked.root, asked.root / KEPT, asked.files or list(test_files(asked.root)), asked.jobs, asked.seconds)
     return 0
 
 
