@@ -54,6 +54,7 @@ LEFT_OUT += ("moe_rt/lab/bench/serving/", "moe_rt/_engine.pyi", "moe_rt/lab/chec
 TEST_LIMIT, COMPILED_LIMIT = "--timeout=60", "--timeout=300"  # a C++ mutant's first test may compile its program
 AS_GIVEN = {"MOE_RT_TEST_ORDER": "as given"}  # see tests/conftest.py
 LEAST_LIMIT_S = 90.0  # a run of tests that lasts this long, and five times as long as usual, hangs
+NOT_FOUND = 4  # pytest's exit status if no test has a given name
 MOST_TESTS, FILES_AT_LEAST = 40, 3  # tests of one file, and files that share what time is left
 KILLED, SURVIVED, EQUIVALENT, NO_VERDICT = "killed", "survived", "equivalent", "no_verdict"
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - .*)?$", re.MULTILINE)
@@ -173,10 +174,19 @@ class Judge:
             return SURVIVED, "no test executes it"
         while tests := [test for test in chosen if test not in self.fails_anyway]:
             status, output = self._run(tree, tests, change, number)
+            renamed = status == NOT_FOUND  # names of cases may hold what the mutant changes
+            if renamed:
+                files = dict.fromkeys(test.split("::")[0] for test in tests)
+                tests = [file for file in files if file not in self.fails_anyway]
+                if not tests:
+                    break
+                status, output = self._run(tree, tests, change, number)
             if status == 0:
                 return SURVIVED, f"{len(tests)} tests of {len({t.split('::')[0] for t in tests})} files passed"
             failed = next(iter(FAILED.findall(output)), "")
-            asked = failed in tests or failed.split("::")[0] in tests
+            file = failed.split("::")[0]
+            failed = file if renamed and file in tests else failed
+            asked = failed in tests or file in tests
             # A hang is compared with all tests, which may take as long on a busy machine.
             if self._pass_without(tree, [failed] if asked else tests if status is None else tests[:1]):
                 return KILLED, failed or ("it hangs" if status is None else f"pytest ended with {status}")

@@ -155,7 +155,15 @@ def test_a_draw_depends_on_its_seed_alone(tmp_path: Path) -> None:
 
 
 SOURCE = "def double(x: int) -> int:\n    unused = 1\n    return 2 * x\n\n\ndef nobody() -> int:\n    return 3\n"
-TESTS = "from moe_rt.sums import double\n\n\ndef test_double() -> None:\n    assert double(2) == 4\n"
+# The name of the case is what the function returns, so no mutant leaves a test of that name.
+TESTS = """import pytest
+from moe_rt.sums import double
+
+
+@pytest.mark.parametrize("found", [double(2)])
+def test_double(found) -> None:
+    assert found == 4
+"""
 EQUIVALENT = """
 [[equivalent]]
 file = "moe_rt/sums.py"
@@ -178,7 +186,10 @@ def test_a_run(tmp_path: Path) -> None:
     executed.keep(
         executed.kept_as(tmp_path, tmp_path, "tests/test_sums.py"),
         "tests/test_sums.py",
-        {"tests/test_sums.py::test_double": (0.1, [("moe_rt/sums.py", "double", 0)])},
+        {
+            executed.AT_IMPORT: (0.0, [("moe_rt/sums.py", "double", 0)]),
+            "tests/test_sums.py::test_double[4]": (0.1, [("moe_rt/sums.py", "nowhere", 0)]),
+        },
     )
     (tmp_path / executed.KEPT).mkdir(parents=True)
     for kept in tmp_path.glob("*.z"):
