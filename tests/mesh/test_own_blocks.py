@@ -1,4 +1,4 @@
-"""A rank loads the entries of its experts from a file of all of them or of its own, and refuses those of others."""
+"""A rank loads the entries of its experts from a file of all experts or of its experts, and refuses others."""
 
 from __future__ import annotations
 
@@ -108,7 +108,14 @@ def test_loaded_states_are_cut_to_own_experts() -> None:
     part, plain = Part(torch.zeros(2, 2), True, WHOLE), nn.Parameter(torch.zeros(2, 2))
     optimizer = torch.optim.SGD([part, plain], lr=0.1)
     step, marked = torch.tensor(3.0), rows_of(HERE)
-    optimizer.state[part] = {"step": step, "note": "text", "mean": ROWS, "own": ROWS[:2], "marked": marked, "row": ROWS[0]}
+    optimizer.state[part] = {
+        "step": step,
+        "note": "text",
+        "mean": ROWS,
+        "own": ROWS[:2],
+        "marked": marked,
+        "row": ROWS[0],
+    }
     optimizer.state[plain] = {"mean": ROWS[:2]}
     mark_states(optimizer)
     state: Any = optimizer.state[part]
@@ -118,5 +125,5 @@ def test_loaded_states_are_cut_to_own_experts() -> None:
         assert torch.equal(state[name].to_local(), value)
     assert type(optimizer.state[plain]["mean"]) is Tensor
     optimizer.state[part] = {"mean": ROWS[:3]}
-    with pytest.raises(InvalidConfig, match="^optimizer state mean: got 3 experts"):
+    with pytest.raises(InvalidConfig, match=r"^optimizer state mean: got 3 experts"):
         mark_states(optimizer)
