@@ -351,7 +351,9 @@ def test_files(root: Path) -> Iterator[str]:
             yield file
 
 
-def collect(root: Path, directory: Path, files: list[str], jobs: int, limit_s: float = LIMIT_S) -> None:
+def collect(
+    root: Path, directory: Path, files: list[str], jobs: int, limit_s: float = LIMIT_S, minutes: float = 600.0
+) -> None:
     """Record the tests of files that are not kept yet."""
     directory.mkdir(parents=True, exist_ok=True)
     asked = [file for file in files if not kept_as(directory, root, file).is_file()]
@@ -361,7 +363,7 @@ def collect(root: Path, directory: Path, files: list[str], jobs: int, limit_s: f
             tempfile.TemporaryDirectory(prefix="moe_rt_executed_") as scratch,
             closing(MarkedTree(root, Path(scratch))) as tree,
         ):
-            while queue:
+            while queue and time.monotonic() < end:
                 file = queue.pop(0)
                 start = time.monotonic()
                 tests = tree.record(file, limit_s)
@@ -370,7 +372,7 @@ def collect(root: Path, directory: Path, files: list[str], jobs: int, limit_s: f
                 said = f"{len(tests):4} tests execute {blocks:5} blocks"
                 print(f"{time.monotonic() - start:5.0f} s  {said}  {file}", flush=True)
 
-    queue = asked
+    queue, end = asked, time.monotonic() + 60 * minutes
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(work, range(min(jobs, len(queue)))))
 
@@ -380,9 +382,17 @@ def main() -> int:
     parser.add_argument("files", nargs="*", help="files of tests; all by default")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="files at the same time")
     parser.add_argument("--seconds", type=float, default=LIMIT_S, help="most for a file; tests after it stay unknown")
+    parser.add_argument("--minutes", type=float, default=600.0, help="begin no file after this time")
     parser.add_argument("--root", type=Path, default=ROOT)
     asked = parser.parse_args()
-    collect(asked.root, asked.root / KEPT, asked.files or list(test_files(asked.root)), asked.jobs, asked.seconds)
+    collect(
+        asked.root,
+        asked.root / KEPT,
+        asked.files or list(test_files(asked.root)),
+        asked.jobs,
+        asked.seconds,
+        asked.minutes,
+    )
     return 0
 
 

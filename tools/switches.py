@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import subprocess
 import sysconfig
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -77,14 +80,23 @@ def _nested(text: str, start: int, end: int, some: list[tuple[Change, int]]) -> 
 
 
 def compiling(changes: list[Change], root: Path) -> list[Change]:
-    """Leave out C++ changes that the compiler refuses, or that overlap with another."""
-    kept = _apart(changes)
-    while any(change.file.endswith(CPP) for change in kept):
-        refused = _refused(kept, root)
-        if not refused:
-            break
-        kept = [change for change in kept if change not in refused]
-    return kept
+    """Leave out C++ changes that the compiler refuses, or that overlap with another.
+
+    The answer takes minutes, so build/mutants keeps it: the same seed is drawn again once a test has been written.
+    """
+    cpp = [change for change in changes if change.file.endswith(CPP)]
+    if not cpp:
+        return changes
+    texts = [(root / file).read_text() for file in sorted(compiled_here(root))]
+    digest = hashlib.sha256(json.dumps([texts, [astuple(change) for change in changes]]).encode()).hexdigest()[:16]
+    path = root / f"build/mutants/compiling.{digest}.json"
+    if not path.is_file():
+        kept = _apart(changes)
+        while refused := _refused(kept, root):
+            kept = [change for change in kept if change not in refused]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps([changes.index(change) for change in kept]))
+    return [changes[place] for place in json.loads(path.read_text())]
 
 
 def _apart(changes: list[Change]) -> list[Change]:
