@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_rt import MoEConfig, MoELayer
+from moe_rt.buffer import replicas
 from moe_rt.config.placement import Placement
 from moe_rt.errors import InvalidConfig
 from moe_rt.nn import spread
@@ -245,3 +246,25 @@ def test_adapters_around_a_users_experts_take_their_mean() -> None:
     experts.mean = Mean(2, None)
     adapter(torch.ones(1, 2)).sum().backward()
     assert adapter[1].bias.grad.tolist() == [0.5, 0.5]
+
+
+def test_every_leaf_of_the_experts_is_found_back_to_the_dispatch() -> None:
+    """Neither an input without gradients nor a node that was met before ends the search."""
+
+    class Dispatch(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad
+
+    before, a, b, c, d = (torch.ones(2, requires_grad=True) for _ in range(5))
+    constant = torch.ones(2)
+    y = (d + constant * a) * (Dispatch.apply(before) * b + constant) + (a * c + constant)
+    assert {id(leaf) for leaf in replicas._leaves(y.grad_fn)} == {id(leaf) for leaf in (a, b, c, d)}
+    for first, second in ((a, b), (b, a)):
+        assert len(list(replicas._leaves((constant * first + second * constant).grad_fn))) == 2
+    assert len(list(replicas._leaves((a * a).grad_fn))) == 1
+    assert not list(replicas._leaves(None))
