@@ -90,13 +90,14 @@ def compiling(changes: list[Change], root: Path) -> list[Change]:
     texts = [(root / file).read_text() for file in sorted(compiled_here(root))]
     digest = hashlib.sha256(json.dumps([texts, [astuple(change) for change in changes]]).encode()).hexdigest()[:16]
     path = root / f"build/mutants/compiling.{digest}.json"
-    if not path.is_file():
-        kept = _apart(changes)
-        while refused := _refused(kept, root):
-            kept = [change for change in kept if change not in refused]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps([changes.index(change) for change in kept]))
-    return [changes[place] for place in json.loads(path.read_text())]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    done, places = json.loads(path.read_text()) if path.is_file() else (False, [])
+    kept = [changes[place] for place in places] or _apart(changes)
+    while not done:
+        refused = _refused(kept, root)
+        kept, done = [change for change in kept if change not in refused], not refused
+        path.write_text(json.dumps([done, [changes.index(change) for change in kept]]))
+    return kept
 
 
 def _apart(changes: list[Change]) -> list[Change]:
