@@ -373,8 +373,8 @@ def run(chosen: list[Change], asked: argparse.Namespace) -> list[tuple[Change, s
 
     with ExitStack() as opened:
         trees = Trees(chosen, asked, opened)
-        count = max(1, min(asked.jobs, len(chosen)))
-        with ThreadPoolExecutor(count) as pool:
+        count = min(asked.jobs, sum(map(len, queues.values())))
+        with ThreadPoolExecutor(max(1, count)) as pool:
             list(pool.map(lambda number: work(trees, number == count - 1), range(count)))
     return results + [(change, NO_VERDICT, "the time was up") for queue in queues.values() for _, change in queue]
 

@@ -195,10 +195,14 @@ def test_a_run(tmp_path: Path) -> None:
     for kept in tmp_path.glob("*.z"):
         kept.rename(tmp_path / executed.KEPT / kept.name)
     command = [sys.executable, str(ROOT / "tools/sampled_mutants.py"), "--root", str(tmp_path), "--jobs", "1"]
-    done = subprocess.run([*command, "--sample", "3", "--seed", "4", "--strict"], capture_output=True, text=True)
-    counts = json.loads(done.stdout.splitlines()[-1])
-    assert counts == {"seed": 4, "sampled": 3, "killed": 1, "survived": 1, "equivalent": 1, "no_verdict": 0}, done
-    assert done.returncode == 1
+    command += ["--sample", "3", "--seed", "4", "--strict", "--log", str(tmp_path / "log")]
+    for turn in range(2):  # the second takes the verdicts from the log
+        done = subprocess.run(command, capture_output=True, text=True)
+        counts = json.loads(done.stdout.splitlines()[-1])
+        assert counts == {"seed": 4, "sampled": 3, "killed": 1, "survived": 1, "equivalent": 1, "no_verdict": 0}, done
+        assert done.returncode == 1
+        assert done.stdout.count(" s  killed") == 1 - turn
+        assert len((tmp_path / "log").read_text().splitlines()) == 2
     assert "survived: nobody, " in done.stdout
     assert "no test executes it\n--- a/moe_rt/sums.py\n+++ b/moe_rt/sums.py" in done.stdout
 
