@@ -42,7 +42,7 @@ RECORD = "MOE_RT_RECORD"
 AT_IMPORT = "at import"  # the name of what is executed before the first test
 KEPT = "build/executed"
 BUILDING = threading.Lock()
-LIMIT_S = 20.0  # for all tests of a file: about as long as a mutant runs those of one file
+LIMIT_S = 40.0  # for all tests of a file: about as long as a mutant runs those of one file
 
 # Maps the file of marks. A process without that file marks private memory, which is not read.
 MARKS_SOURCE = f"""import mmap, os
