@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zlib
 from collections import Counter, defaultdict
@@ -38,8 +39,10 @@ ROOT = Path(__file__).resolve().parents[1]
 MARKS = "moe_rt_marks"  # the module that instrumented sources import
 MARK_FILE = "MOE_RT_MARKS"
 RECORD = "MOE_RT_RECORD"
+AT_IMPORT = "at import"  # the name of what is executed before the first test
 KEPT = "build/executed"
-LIMIT_S = 900.0  # for all tests of a file
+BUILDING = threading.Lock()
+LIMIT_S = 40.0  # for all tests of a file: about as long as a mutant runs those of one file
 
 # Maps the file of marks. A process without that file marks private memory, which is not read.
 MARKS_SOURCE = f"""import mmap, os
@@ -77,19 +80,37 @@ constexpr void moe_rt_mark(int n) {{
 #endif
 #endif
 """
-# A plug-in of pytest: after each test, what it marked and how long it took.
+# A plug-in of pytest: after each test, what it marked and how long it took. The first case of each test comes first,
+# then the second of each, so that little is lost where the time is up.
 PLUGIN = f"""import base64, json, os, time, zlib
+from collections import Counter
 import pytest
 from {MARKS} import marks
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    counts = Counter()
+    turns = []
+    for item in items:
+        name = item.nodeid.split("[")[0]
+        turns.append(counts[name])
+        counts[name] += 1
+    items[:] = [item for _, item in sorted(zip(turns, items), key=lambda pair: pair[0])]
+
+def note(name, seconds):
+    with open(os.environ["{RECORD}"], "a") as record:
+        seen = base64.b85encode(zlib.compress(bytes(marks))).decode()
+        record.write(json.dumps([name, seconds, seen]) + "\\n")
+    marks[:] = bytes(len(marks))
+
+def pytest_collection_finish():
+    note("{AT_IMPORT}", 0.0)
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item, nextitem):
     start = time.monotonic()
     result = yield
-    with open(os.environ["{RECORD}"], "a") as record:
-        seen = base64.b85encode(zlib.compress(bytes(marks))).decode()
-        record.write(json.dumps([item.nodeid, time.monotonic() - start, seen]) + "\\n")
-    marks[:] = bytes(len(marks))
+    note(item.nodeid, time.monotonic() - start)
     return result
 """
 
@@ -223,11 +244,12 @@ class MarkedTree(ScratchTree):
         kept.mkdir(parents=True, exist_ok=True)
         cpp = {file: (self.root / file).read_bytes() for file in sources(self.source) if file.endswith(CPP)}
         engine = kept / f"engine.{hashlib.sha256(b''.join(cpp.values())).hexdigest()[:16]}.so"
-        if not engine.is_file():
-            self.build_engine("")
-            for old in kept.glob("engine.*"):
-                old.unlink()
-            shutil.copy2(self.engine, engine)
+        with BUILDING:
+            if not engine.is_file():
+                self.build_engine("")
+                for old in kept.glob("engine.*"):
+                    old.unlink()
+                shutil.copy2(self.engine, engine)
         self._take_engine([engine])
 
     def record(self, test_file: str, limit_s: float = LIMIT_S) -> dict[str, tuple[float, list[Block]]]:
@@ -258,11 +280,13 @@ class Executed:
     _breadth: dict[str, Counter[str]] = field(default_factory=dict)  # of a file of tests: blocks of each source file
     _by_block: dict[Block, list[str]] = field(default_factory=lambda: defaultdict(list))
     _by_file: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    _at_import: set[Block] = field(default_factory=set)
 
     def load(self) -> Executed:
         for kept in sorted(self.directory.glob("*.json.z")):
             result = json.loads(zlib.decompress(kept.read_bytes()))
-            if (self.root / result["file"]).is_file():
+            path = self.root / result["file"]
+            if path.is_file() and kept == kept_as(self.directory, self.root, result["file"]):
                 self._add(result)
         return self
 
@@ -270,8 +294,11 @@ class Executed:
         blocks = [tuple(block) for block in result["blocks"]]
         every: set[int] = set()
         for test, (seconds, numbers) in result["tests"].items():
-            self.seconds[test] = seconds
             every.update(numbers)
+            if test == AT_IMPORT:
+                self._at_import.update(blocks[number] for number in numbers)
+                continue
+            self.seconds[test] = seconds
             for number in numbers:
                 self._by_block[blocks[number]].append(test)
                 self._by_file[blocks[number][0]].add(test)
@@ -289,7 +316,7 @@ class Executed:
     def tests(self, file: str, function: str, place: int) -> list[str]:
         """Return tests that execute a block; for what is executed at import, tests that execute any of the file."""
         found = self._by_block.get((file, function, place))
-        if not found and not function:
+        if not found and (not function or (file, function, place) in self._at_import):
             found = list(self._by_file.get(file, ()))
         return list(found or ())
 
@@ -319,11 +346,14 @@ def test_files(root: Path) -> Iterator[str]:
     """Yield files that a mutant may run: all except tests of servers and tests that compile kernels for minutes."""
     left_out = ("ptx", "serving", "serving_sglang", "docs", "install", "model", "mutants", "tree", "soak")
     for path in sorted([*(root / "tests").rglob("test_*.py"), *(root / "bench").glob("test_*.py")]):
-        if path.relative_to(root).parts[1] not in left_out:
-            yield path.relative_to(root).as_posix()
+        file = path.relative_to(root).as_posix()
+        if file.split("/")[1] not in left_out or file == "tests/docs/test_pages.py":
+            yield file
 
 
-def collect(root: Path, directory: Path, files: list[str], jobs: int) -> None:
+def collect(
+    root: Path, directory: Path, files: list[str], jobs: int, limit_s: float = LIMIT_S, minutes: float = 600.0
+) -> None:
     """Record the tests of files that are not kept yet."""
     directory.mkdir(parents=True, exist_ok=True)
     asked = [file for file in files if not kept_as(directory, root, file).is_file()]
@@ -333,16 +363,16 @@ def collect(root: Path, directory: Path, files: list[str], jobs: int) -> None:
             tempfile.TemporaryDirectory(prefix="moe_rt_executed_") as scratch,
             closing(MarkedTree(root, Path(scratch))) as tree,
         ):
-            while queue:
+            while queue and time.monotonic() < end:
                 file = queue.pop(0)
                 start = time.monotonic()
-                tests = tree.record(file)
+                tests = tree.record(file, limit_s)
                 keep(kept_as(directory, root, file), file, tests)
                 blocks = len({block for _, seen in tests.values() for block in seen})
                 said = f"{len(tests):4} tests execute {blocks:5} blocks"
                 print(f"{time.monotonic() - start:5.0f} s  {said}  {file}", flush=True)
 
-    queue = asked
+    queue, end = asked, time.monotonic() + 60 * minutes
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(work, range(min(jobs, len(queue)))))
 
@@ -351,9 +381,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="*", help="files of tests; all by default")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="files at the same time")
+    parser.add_argument("--seconds", type=float, default=LIMIT_S, help="most for a file; tests after it stay unknown")
+    parser.add_argument("--minutes", type=float, default=600.0, help="begin no file after this time")
     parser.add_argument("--root", type=Path, default=ROOT)
     asked = parser.parse_args()
-    collect(asked.root, asked.root / KEPT, asked.files or list(test_files(asked.root)), asked.jobs)
+    collect(
+        asked.root,
+        asked.root / KEPT,
+        asked.files or list(test_files(asked.root)),
+        asked.jobs,
+        asked.seconds,
+        asked.minutes,
+    )
     return 0
 
 

@@ -273,7 +273,7 @@ class _Python(_Language):
         elif node.type == "except_clause" and (body := node.named_children[-1]).type == "block":
             if self.said(body) != "pass":
                 yield "error swallowed", body.start_byte, body.end_byte, "pass"
-        elif node.type == "return_statement" and self.said(node) not in ("return", "return None"):
+        elif node.type == "return_statement" and self.said(node) not in ("return", "return None", "return False"):
             yield "returns nothing", node.start_byte, node.end_byte, "return None"
         elif node.type in JUMPS:
             yield "jump", node.start_byte, node.end_byte, JUMPS[node.type]

@@ -1,11 +1,15 @@
 """Draw generated mutants at random, run the tests that execute their lines, and report which no test notices.
 
     python tools/sampled_mutants.py --sample 20 [--seed 7] [--folder moe_rt/group] [--changed HEAD^] [--strict]
+        [--minutes 4 --log FILE]
 
 A line is drawn uniformly from all lines that have mutants, then one of its mutants. `--changed` adds all mutants of
 lines that differ from a git ref, up to `--most`. A mutant runs the tests that execute its block
 (tools/executed.py), for up to `--seconds`, tests of the nearest files first. Before the last line, JSON, come a table
 by folder with 95 % intervals and survivors as diffs. With --strict it exits with 1 if a mutant survives.
+
+`--log` appends each verdict to a file and takes verdicts from it: a run that ended early goes on there. Remove a line
+to judge its mutant again.
 """
 
 from __future__ import annotations
@@ -50,6 +54,7 @@ LEFT_OUT += ("moe_rt/lab/bench/serving/", "moe_rt/_engine.pyi", "moe_rt/lab/chec
 TEST_LIMIT, COMPILED_LIMIT = "--timeout=60", "--timeout=300"  # a C++ mutant's first test may compile its program
 AS_GIVEN = {"MOE_RT_TEST_ORDER": "as given"}  # see tests/conftest.py
 LEAST_LIMIT_S = 90.0  # a run of tests that lasts this long, and five times as long as usual, hangs
+NOT_FOUND = 4  # pytest's exit status if no test has a given name
 MOST_TESTS, FILES_AT_LEAST = 40, 3  # tests of one file, and files that share what time is left
 KILLED, SURVIVED, EQUIVALENT, NO_VERDICT = "killed", "survived", "equivalent", "no_verdict"
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - .*)?$", re.MULTILINE)
@@ -169,10 +174,19 @@ class Judge:
             return SURVIVED, "no test executes it"
         while tests := [test for test in chosen if test not in self.fails_anyway]:
             status, output = self._run(tree, tests, change, number)
+            renamed = status == NOT_FOUND  # names of cases may hold what the mutant changes
+            if renamed:
+                files = dict.fromkeys(test.split("::")[0] for test in tests)
+                tests = [file for file in files if file not in self.fails_anyway]
+                if not tests:
+                    break
+                status, output = self._run(tree, tests, change, number)
             if status == 0:
                 return SURVIVED, f"{len(tests)} tests of {len({t.split('::')[0] for t in tests})} files passed"
             failed = next(iter(FAILED.findall(output)), "")
-            asked = failed in tests or failed.split("::")[0] in tests
+            file = failed.split("::")[0]
+            failed = file if renamed and file in tests else failed
+            asked = failed in tests or file in tests
             # A hang is compared with all tests, which may take as long on a busy machine.
             if self._pass_without(tree, [failed] if asked else tests if status is None else tests[:1]):
                 return KILLED, failed or ("it hangs" if status is None else f"pytest ended with {status}")
@@ -299,6 +313,18 @@ class Trees:
             tree.take_engine_from(kept)
 
 
+def identity(change: Change) -> tuple[str, int, str, str, str]:
+    return change.file, change.line, change.operator, change.find, change.replace
+
+
+def logged(path: Path | None) -> dict[tuple[str, int, str, str, str], tuple[str, str]]:
+    """Return verdicts of a log, each with what led to it."""
+    if path is None or not path.is_file():
+        return {}
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return {(line[0], line[1], line[2], line[3], line[4]): (line[5], line[6]) for line in lines}
+
+
 def run(chosen: list[Change], asked: argparse.Namespace) -> list[tuple[Change, str, str]]:
     """Return each mutant with its verdict and what led to it, in the order in which they ended.
 
@@ -310,10 +336,13 @@ def run(chosen: list[Change], asked: argparse.Namespace) -> list[tuple[Change, s
     results: list[tuple[Change, str, str]] = []
     lock = threading.Lock()
     queues: dict[bool, list[tuple[int, Change]]] = {False: [], True: []}
+    known = logged(asked.log)
     for number, change in enumerate(chosen):
         text = (asked.root / change.file).read_text().splitlines()[change.line - 1].strip()
         if (change.file, change.function, change.operator, text) in listed:
             results.append((change, EQUIVALENT, "listed"))
+        elif identity(change) in known:
+            results.append((change, *known[identity(change)]))
         else:
             queues[change.file.endswith(CPP)].append((number, change))
 
@@ -333,6 +362,9 @@ def run(chosen: list[Change], asked: argparse.Namespace) -> list[tuple[Change, s
                 verdict, why = judge.judge(tree, change, number)
                 with lock:
                     results.append((change, verdict, why))
+                    if asked.log:
+                        with asked.log.open("a") as log:
+                            log.write(json.dumps([*identity(change), verdict, why]) + "\n")
                     place = f"{change.file}:{change.line}"
                     print(
                         f"{time.monotonic() - start:5.0f} s  {verdict:10}  {place}  {change.operator}  {why}",
@@ -341,8 +373,8 @@ def run(chosen: list[Change], asked: argparse.Namespace) -> list[tuple[Change, s
 
     with ExitStack() as opened:
         trees = Trees(chosen, asked, opened)
-        count = max(1, min(asked.jobs, len(chosen)))
-        with ThreadPoolExecutor(count) as pool:
+        count = min(asked.jobs, sum(map(len, queues.values())))
+        with ThreadPoolExecutor(max(1, count)) as pool:
             list(pool.map(lambda number: work(trees, number == count - 1), range(count)))
     return results + [(change, NO_VERDICT, "the time was up") for queue in queues.values() for _, change in queue]
 
@@ -356,6 +388,7 @@ def main(report: Callable[[str], None] = print) -> int:
     parser.add_argument("--most", type=int, default=20, help="mutants of changed lines")
     parser.add_argument("--seconds", type=float, default=60.0, help="of tests for one mutant")
     parser.add_argument("--minutes", type=float, default=600.0, help="start no mutant after this time")
+    parser.add_argument("--log", type=Path, metavar="FILE", help="of verdicts, which are not judged again")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="mutants at the same time")
     parser.add_argument("--strict", action="store_true", help="exit with 1 if a mutant survives")
     parser.add_argument("--root", type=Path, default=ROOT)

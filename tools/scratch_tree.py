@@ -87,7 +87,7 @@ class ScratchTree:
 
     def run_tests(self, tests: list[str], seconds: float, **environment: str) -> tuple[int | None, str]:
         """Run tests; return pytest's exit status, or None if it took longer than `seconds`, and its output."""
-        if self._runner is None:
+        if self._runner is None or self._runner.poll() is not None:  # it may have been killed for memory
             command, pipe = [sys.executable, "-c", RUNNER], subprocess.PIPE
             env = self._environment()
             # Unbuffered, since select does not see data in Python's buffers.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import subprocess
 import sysconfig
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -77,13 +80,23 @@ def _nested(text: str, start: int, end: int, some: list[tuple[Change, int]]) -> 
 
 
 def compiling(changes: list[Change], root: Path) -> list[Change]:
-    """Leave out C++ changes that the compiler refuses, or that overlap with another."""
-    kept = _apart(changes)
-    while any(change.file.endswith(CPP) for change in kept):
+    """Leave out C++ changes that the compiler refuses, or that overlap with another.
+
+    The answer takes minutes, so build/mutants keeps it: the same seed is drawn again once a test has been written.
+    """
+    cpp = [change for change in changes if change.file.endswith(CPP)]
+    if not cpp:
+        return changes
+    texts = [(root / file).read_text() for file in sorted(compiled_here(root))]
+    digest = hashlib.sha256(json.dumps([texts, [astuple(change) for change in changes]]).encode()).hexdigest()[:16]
+    path = root / f"build/mutants/compiling.{digest}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    done, places = json.loads(path.read_text()) if path.is_file() else (False, [])
+    kept = [changes[place] for place in places] or _apart(changes)
+    while not done:
         refused = _refused(kept, root)
-        if not refused:
-            break
-        kept = [change for change in kept if change not in refused]
+        kept, done = [change for change in kept if change not in refused], not refused
+        path.write_text(json.dumps([done, [changes.index(change) for change in kept]]))
     return kept
 
 

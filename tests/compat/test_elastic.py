@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from compat.oracle import Job, make_job, received, visits
 
 from moe_rt import ThreadGroup
 from moe_rt.compat import deep_ep
+from moe_rt.compat.deep_ep.operands import spelled
 from moe_rt.compat.deep_ep.utils.gate import get_unbalanced_scores
 from moe_rt.errors import GroupClosed, InvalidInput, MoeRtError, TooManyTokens
 
@@ -290,14 +292,17 @@ def test_wrong_operands_of_dispatch(case: str, later: bool) -> None:
 
 @pytest.mark.parametrize("what", ["x", "handle", "topk_weights", "bias"])
 def test_wrong_operands_of_combine(what: str) -> None:
+    given: list[str] = []
+
     def work(buffer: deep_ep.ElasticBuffer, rank: int) -> None:
         recv_x, _, weights, handle, _ = dispatch(buffer, PAIR, rank)
         wrong = {"x": recv_x.float(), "handle": tuple(recv_x), "topk_weights": weights[1:], "bias": recv_x[:1]}
         arguments = {"x": recv_x, "handle": handle, "topk_weights": weights, "bias": PAIR.x[rank]}
+        given.extend([spelled(wrong[what])] if rank == WRONG else ())
         buffer.combine(**(arguments | ({what: wrong[what]} if rank == WRONG else {})))
 
     errors = raised(work)
-    assert f"{what}: got" in str(errors[WRONG])
+    assert re.search(rf"{what}: got .*{re.escape(given[0])}, expected", str(errors[WRONG]))
     assert f"rank {WRONG}" in str(errors[0])
 
 

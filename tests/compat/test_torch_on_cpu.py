@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from support.forked_python import run_python
 
+from moe_rt.lab.on_cpu.hooks import NotOnCpu
 from moe_rt.lab.on_cpu.torch import cpu_of, first_mapped, mapped
+from moe_rt.lab.on_cpu.triton import fill
 
 CUDA = torch.device("cuda", 1)
 
@@ -45,6 +48,51 @@ def test_keywords() -> None:
     assert mapped(given, "map_location")(map_location="cuda:0", device="cuda") == (
         (), {"map_location": "cpu", "device": "cuda"},
     )  # fmt: skip
+
+
+def test_names_of_a_triton_that_is_not_there() -> None:
+    """Modules of kernels are imported, and compute sizes and configurations, without a compiler."""
+    triton, language = ModuleType("triton"), ModuleType("triton.language")
+    fill(triton)
+    fill(language)
+    assert [triton.cdiv(x, 4) for x in (0, 1, 4, 5)] == [0, 1, 1, 2]
+    assert [triton.next_power_of_2(n) for n in (1, 2, 3, 4, 5)] == [1, 2, 4, 4, 8]
+    config = triton.Config({"BLOCK": 32}, num_warps=4)
+    assert (config.kwargs, config.num_warps) == ({"BLOCK": 32}, 4)
+    assert triton.__version__.startswith("0.0")
+    with pytest.raises(AttributeError, match="module 'triton' has no attribute '__path'"):
+        getattr(triton, "__path")
+    two = language.constexpr(language.constexpr(2))
+    assert (int(two), two.value, "abc"[two], {two: 1}[2], two == language.constexpr(2)) == (2, 2, "c", 1, True)
+    assert two
+    assert not language.constexpr(0)
+
+
+def test_what_a_triton_that_is_not_there_computes_is_refused() -> None:
+    triton, language = ModuleType("triton"), ModuleType("triton.language")
+    fill(triton)
+    fill(language)
+
+    def twice(x: Any, n: Any) -> None:
+        """Double x."""
+
+    for make in (triton.jit, triton.jit(do_not_specialize=["n"]), triton.autotune(configs=[], key=["n"])):
+        kernel = make(twice)
+        assert (kernel.fn, kernel.__name__, kernel.__doc__, kernel.arg_names) == (
+            twice,
+            "twice",
+            "Double x.",
+            ["x", "n"],
+        )
+        assert triton.autotune(configs=[])(kernel) is kernel
+        for call in (kernel, kernel.run, kernel.warmup, kernel[1,]):
+            with pytest.raises(NotOnCpu, match=r"triton kernel twice \(.*test_torch_on_cpu\.py:\d+\): got a launch"):
+                call(1, n=2)
+    assert repr(language.math.exp) == "triton.language.math.exp"
+    with pytest.raises(NotOnCpu, match=r"triton\.language\.math\.exp: got a call"):
+        language.math.exp(1)
+    with pytest.raises(AttributeError, match="__wrapped__"):
+        language.exp.__wrapped__  # noqa: B018
 
 
 @pytest.mark.parametrize("place", [0, 1])

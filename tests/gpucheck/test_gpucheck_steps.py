@@ -61,7 +61,9 @@ def test_small_steps(small: None, name: str) -> None:
     record = perform(STEPS[name], Check(EmulatedGpu(), quick=True, seconds=600.0))
     assert (record["result"], record["error"]) == ("ok", "")
     rows = {"smoke": 3, "scale": 9, "training": 10}
+    said = {"smoke": "3 rounds equal", "scale": "9 comparisons equal, 0 not", "training": "10 tensors agree"}
     assert len(record["tables"][0]["rows"]) == rows[name]
+    assert record["detail"].endswith(said[name])
 
 
 def test_scale_tries_the_given_numbers_of_ranks(small: None) -> None:
@@ -151,6 +153,7 @@ def test_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not check.failures
     names = {row[0] for row in check.tables[0].rows}
     assert len(check.tables[0].rows) == 5 * len(names)
+    assert check.details[0] == f"{5 * len(names)} tensors agree"
     assert names == {f"{how} torch.bfloat16" for how in ("eager", "compiled")} | {
         "made under meta",
         "made under cpu",

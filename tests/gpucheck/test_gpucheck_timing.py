@@ -101,6 +101,19 @@ def test_overheads(gpu: TimedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row[0] for row in table.rows[1:]] == ["host time of dispatch, eager", "host time of combine, eager"]
 
 
+@pytest.mark.parametrize(
+    ("load", "factor", "overflow", "rooms"),
+    [(Load(1), None, "raise", 1), (Load(8, 128), None, "raise", 8), (Load(8, 129), 1.5, "drop", 1.5),
+     (Load(8, 129, raises=True), 1.5, "raise", 1.5)],
+    ids=["one rank", "few tokens", "many tokens", "raises"],
+)  # fmt: skip
+def test_room_for_received_rows(load: Load, factor: float | None, overflow: str, rooms: float) -> None:
+    """Few tokens may all reach one rank, so there is room for those of all ranks; else for half more than the mean."""
+    given = load.buffer_kwargs()
+    assert (given["capacity_factor"], given["overflow"]) == (factor, overflow)
+    assert load.capacity_bytes() == rooms * load.tokens * 8 * 7168 * 2
+
+
 def test_other_loads(gpu: TimedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loads cover few tokens on many ranks, few blocks, with rings and without, and capacity that raises."""
     found = timing.loads(gpu)

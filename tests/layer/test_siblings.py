@@ -13,8 +13,10 @@ from layer.cases_layer import EXPERTS, HIDDEN, config
 from support.ranks import Ranks
 from torch import nn
 
-from moe_rt import MoELayer
-from moe_rt.errors import InvalidConfig
+from moe_rt import Buffer, MoELayer, ThreadGroup
+from moe_rt.errors import InvalidConfig, InvalidInput
+from moe_rt.nn.experts import Experts, SharedExpert
+from moe_rt.nn.router import Router
 
 MakeRanks = Callable[[str, int], Ranks]
 
@@ -69,3 +71,40 @@ def test_what_does_not_fit_is_refused_on_every_rank(
 def test_one_shared_expert() -> None:
     with pytest.raises(InvalidConfig, match="shared_intermediate: got 8, expected None"):
         MoELayer(config(shared_intermediate=8), shared_expert=nn.Linear(HIDDEN, HIDDEN))
+
+
+def test_given_modules_stay_as_they_are() -> None:
+    """Neither are weights of modules that the layer did not make drawn anew, nor their sums ordered by rows."""
+    options = config(sums="invariant")
+    given = {
+        "router": Router(HIDDEN, config=options),
+        "experts": Experts(EXPERTS, HIDDEN, 8, options),
+        "shared_expert": SharedExpert(HIDDEN, 8, options),
+    }
+    for module in given.values():
+        for p in module.parameters():
+            nn.init.ones_(p)
+    layer = MoELayer(options, ThreadGroup.make(1)[0], **given)
+    layer.reset_parameters()
+    for module in given.values():
+        assert not module.row_wise
+        assert all(bool((p == 1).all()) for p in module.parameters())
+
+
+def test_a_refusal_is_of_the_layer_on_the_buffer_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers match a refusal with their op by its tag, in the buffer that the call is given."""
+    group = ThreadGroup.make(1)[0]
+    MoELayer(config(), group)
+    layer = MoELayer(config(), group)
+    given = Buffer(group, **config().buffer_sizes())
+    refusals: list[Any] = []
+
+    def refuse(buffer: Buffer, error: InvalidInput, **options: Any) -> None:
+        refusals.append((buffer, options))
+        raise error
+
+    monkeypatch.setattr(Buffer, "refuse", refuse)
+    with pytest.raises(InvalidInput):
+        layer(torch.ones(2, HIDDEN), buffer=given, mask=torch.ones(3, dtype=torch.bool))
+    assert refusals == [(given, {"tag": layer.tag})]
+    assert layer.tag > 0

@@ -15,11 +15,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_rt import MoEConfig, MoELayer
+from moe_rt.buffer import replicas
+from moe_rt.config.placement import Placement
 from moe_rt.errors import InvalidConfig
 from moe_rt.nn import spread
+from moe_rt.nn.averaging import Mean
 from moe_rt.nn.part import Part, Whole
+from moe_rt.parallel import own_experts, wrapping
 from moe_rt.parallel import whole as whole_module
-from moe_rt.parallel import wrapping
 
 IGNORED = "_ddp_params_and_buffers_to_ignore"
 
@@ -199,3 +202,69 @@ def test_experts_are_sharded_with_the_options_that_were_given(
     placed = {p: place(p).dim for p in layer.experts.parameters()}
     assert set(placed.values()) == dims
     assert all(dim == 0 or p.shape[1] % 2 == 0 for p, dim in placed.items())
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_sharded_parameters_are_plain_and_train_as_before(monkeypatch: pytest.MonkeyPatch, requires_grad: bool) -> None:
+    """FSDP takes plain parameters, and a mesh blocks of a DTensor; frozen ones stay frozen."""
+    experts, group = spread.SpreadModule(), SimpleNamespace(group_name="experts")
+    experts.weight = nn.Parameter(torch.ones(2, 3), requires_grad)
+    experts.spread_over(2, group, (0, 1), 4)  # type: ignore[arg-type]
+    assert isinstance(experts.weight, Part)
+    assert dict(experts.named_buffers()).keys() == {spread.HELD}
+    experts.unmark_parameters()
+    assert type(experts.weight) is nn.Parameter
+    assert (experts.weight.requires_grad, experts.weight.sum()) == (requires_grad, 6)
+    assert not dict(experts.named_buffers())
+    assert not experts.state_dict().keys() - {"weight"}
+
+    made: list[Any] = []
+
+    class Blocks:
+        _op_dispatcher = SimpleNamespace(_custom_op_handlers={})
+
+        @staticmethod
+        def from_local(local: Tensor, *given: Any, **options: Any) -> Tensor:
+            made.append((*given, options))
+            return local
+
+    monkeypatch.setattr(torch.distributed.tensor, "DTensor", Blocks)
+    mesh: Any = SimpleNamespace(ndim=2)
+    experts.shard_over(mesh)
+    assert made == [(mesh, [torch.distributed.tensor.Shard(0)] * 2, {"run_check": False})]
+    assert (experts.weight.requires_grad, experts.over_mesh) == (requires_grad, True)
+
+
+def test_adapters_around_a_users_experts_take_their_mean() -> None:
+    group = SimpleNamespace(group_name="experts")
+    spec = SimpleNamespace(placement=Placement.make(None, 4, 2), num_experts=4)
+    buffer: Any = SimpleNamespace(num_ranks=2, rank=0, process_group=group, spec=spec)
+    experts: Any = own_experts(nn.Linear(2, 2), buffer)
+    adapter = nn.Sequential(experts, nn.Linear(2, 2))
+    experts.mark_parameters(adapter)
+    assert all(isinstance(p, Part) for p in adapter.parameters())
+    experts.mean = Mean(2, None)
+    adapter(torch.ones(1, 2)).sum().backward()
+    assert adapter[1].bias.grad.tolist() == [0.5, 0.5]
+
+
+def test_every_leaf_of_the_experts_is_found_back_to_the_dispatch() -> None:
+    """Neither an input without gradients nor a node that was met before ends the search."""
+
+    class Dispatch(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad
+
+    before, a, b, c, d = (torch.ones(2, requires_grad=True) for _ in range(5))
+    constant = torch.ones(2)
+    y = (d + constant * a) * (Dispatch.apply(before) * b + constant) + (a * c + constant)
+    assert {id(leaf) for leaf in replicas._leaves(y.grad_fn)} == {id(leaf) for leaf in (a, b, c, d)}
+    for first, second in ((a, b), (b, a)):
+        assert len(list(replicas._leaves((constant * first + second * constant).grad_fn))) == 2
+    assert len(list(replicas._leaves((a * a).grad_fn))) == 1
+    assert not list(replicas._leaves(None))

@@ -155,7 +155,15 @@ def test_a_draw_depends_on_its_seed_alone(tmp_path: Path) -> None:
 
 
 SOURCE = "def double(x: int) -> int:\n    unused = 1\n    return 2 * x\n\n\ndef nobody() -> int:\n    return 3\n"
-TESTS = "from moe_rt.sums import double\n\n\ndef test_double() -> None:\n    assert double(2) == 4\n"
+# The name of the case is what the function returns, so no mutant leaves a test of that name.
+TESTS = """import pytest
+from moe_rt.sums import double
+
+
+@pytest.mark.parametrize("found", [double(2)])
+def test_double(found) -> None:
+    assert found == 4
+"""
 EQUIVALENT = """
 [[equivalent]]
 file = "moe_rt/sums.py"
@@ -178,16 +186,23 @@ def test_a_run(tmp_path: Path) -> None:
     executed.keep(
         executed.kept_as(tmp_path, tmp_path, "tests/test_sums.py"),
         "tests/test_sums.py",
-        {"tests/test_sums.py::test_double": (0.1, [("moe_rt/sums.py", "double", 0)])},
+        {
+            executed.AT_IMPORT: (0.0, [("moe_rt/sums.py", "double", 0)]),
+            "tests/test_sums.py::test_double[4]": (0.1, [("moe_rt/sums.py", "nowhere", 0)]),
+        },
     )
     (tmp_path / executed.KEPT).mkdir(parents=True)
     for kept in tmp_path.glob("*.z"):
         kept.rename(tmp_path / executed.KEPT / kept.name)
     command = [sys.executable, str(ROOT / "tools/sampled_mutants.py"), "--root", str(tmp_path), "--jobs", "1"]
-    done = subprocess.run([*command, "--sample", "3", "--seed", "4", "--strict"], capture_output=True, text=True)
-    counts = json.loads(done.stdout.splitlines()[-1])
-    assert counts == {"seed": 4, "sampled": 3, "killed": 1, "survived": 1, "equivalent": 1, "no_verdict": 0}, done
-    assert done.returncode == 1
+    command += ["--sample", "3", "--seed", "4", "--strict", "--log", str(tmp_path / "log")]
+    for turn in range(2):  # the second takes the verdicts from the log
+        done = subprocess.run(command, capture_output=True, text=True)
+        counts = json.loads(done.stdout.splitlines()[-1])
+        assert counts == {"seed": 4, "sampled": 3, "killed": 1, "survived": 1, "equivalent": 1, "no_verdict": 0}, done
+        assert done.returncode == 1
+        assert done.stdout.count(" s  killed") == 1 - turn
+        assert len((tmp_path / "log").read_text().splitlines()) == 2
     assert "survived: nobody, " in done.stdout
     assert "no test executes it\n--- a/moe_rt/sums.py\n+++ b/moe_rt/sums.py" in done.stdout
 

@@ -82,6 +82,35 @@ def test_documents_say_that_nothing_was_measured(tmp_path: Path) -> None:
                 assert (found["availability"], found["sample_count"]) == ("derived", 0)
 
 
+def test_every_field_of_a_document() -> None:
+    cases = collectivex_cases(make_plan(QWEN, Cluster(16, "H100 + IB"), 4))
+    (case,) = (c for c in cases if c["identity"]["case_id"].endswith("low-latency-decode-16-uniform-bf16"))
+    assert case.pop("generated_at").endswith("+00:00")
+    assert len(case["measurement"].pop("rows")) == 3
+    factors = {"backend": "DeepEP-V1", "ep": 16, "experts": 128, "gpus_per_node": 8, "hidden": 2048, "ladder": "1 2 4"}
+    factors |= {"mode": "low-latency", "nodes": 2, "phase": "decode", "precision": "bf16", "routing": "uniform"}
+    factors |= {"scale_up_domain": 8, "suite": "moe-rt-plan", "topk": 8, "workload": "qwen3-30b-a3b"}
+    name = "h100-+-ib-deepep-v1-qwen3-30b-a3b-low-latency-decode-16-uniform-bf16"
+    assert case == {
+        "version": 1,
+        "record_type": "case-attempt",
+        "identity": {
+            "attempt_ordinal": 1,
+            "case_factors": {"case": factors, "sku": "H100 + IB"},
+            "case_id": name,
+        },
+        "measurement": {
+            "combine_dtype": "bf16",
+            "dispatch_dtype": "bf16",
+            "payload_unit": "token-rank",
+            "sampling": {"samples_per_component": 0},
+        },
+        "implementation": {"name": "DeepEP-V1", "maturity": "predicted"},
+        "topology": {"gpus_per_node": 8, "nodes": 2, "scale_up_domain": 8},
+        "outcome": {"status": "invalid", "reasons": ["predicted by moe-rt plan, not measured"]},
+    }
+
+
 def test_what_no_reader_knows_is_refused(tmp_path: Path) -> None:
     mori = make_plan(QWEN, Cluster(8, "MI300X"), 256)
     with pytest.raises(InvalidConfig, match="library: got MORI-EP, expected one that AIConfigurator knows"):

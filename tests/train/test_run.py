@@ -239,6 +239,7 @@ def test_what_happens_at_which_step(
 def test_a_validation_is_the_mean_over_the_bytes_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
     targets = torch.randint(256, (2, 2, 3), generator=generator)
+    targets[0, 0, 0] = 0  # a byte like any other
     targets[1, 1, 1:] = -100  # padding
     logits = torch.randn(2, 2, 3, 256, generator=generator)
     own = sum(-logits[i].log_softmax(-1)[at][targets[i][at]] for i in (0, 1) for at in valid(targets[i]))

@@ -1,0 +1,106 @@
+"""Plots of a run show the values of its metrics: every curve, cell, label and axis."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("matplotlib")
+import numpy as np
+from matplotlib.colors import TwoSlopeNorm
+from matplotlib.figure import Figure
+
+from moe_rt.train import plots
+
+STEPS = 50
+ROWS: list[dict[str, Any]] = [
+    {"step": step, "loss": math.log(2) * (8 - step / 10), "expert_load": [[0.5, 0.25, 0.25], [0.1, 0.2, 0.7]]}
+    for step in range(1, STEPS + 1)
+]
+ROWS[-1]["expert_load"] = [[0.75, 0.25, 0.0], [0.3, 0.2, 0.5]]
+VALIDATIONS = [{"step": 1, "val_bpb": 7.5}, {"step": 30, "val_bpb": 8.0}, {"step": STEPS, "val_bpb": 3.25}]
+
+
+@pytest.fixture
+def drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Figure]:
+    """Return the figure that is saved in each file."""
+    found: dict[str, Figure] = {}
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **how: found.update({Path(path).name: figure}))
+    lines = [*ROWS[:1], VALIDATIONS[0], *ROWS[1:], *VALIDATIONS[1:]]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    plots.draw(tmp_path, "a title", step_bytes=1234)
+    return found
+
+
+def test_the_loss(drawn: dict[str, Figure]) -> None:
+    (axes,) = drawn["loss.png"].axes
+    each, smoothed, validation = axes.lines
+    bits = [8 - step / 10 for step in range(1, STEPS + 1)]
+    assert list(each.get_xdata()) == list(smoothed.get_xdata()) == list(range(1, STEPS + 1))
+    assert each.get_ydata() == pytest.approx(bits)
+    assert smoothed.get_ydata() == pytest.approx([*bits[:-1], (bits[-2] + bits[-1]) / 2]), "a line stays one"
+    assert (list(validation.get_xdata()), list(validation.get_ydata())) == ([1, 30, STEPS], [7.5, 8.0, 3.25])
+    assert validation.get_linestyle() == "None"
+    assert [(text.get_text(), text.xy) for text in axes.texts] == [("7.50", (1, 7.5)), ("3.25", (STEPS, 3.25))]
+    assert axes.get_ylim() == pytest.approx((0, 8.8))
+    assert (axes.get_title(), axes.get_ylabel()) == ("a title", "loss (bits per byte)")
+    assert axes.get_xlabel() == "optimizer step (1,234 bytes each)"
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert labels == ["training, each step", "training, smoothed", "validation"]
+
+
+def test_the_load_of_experts(drawn: dict[str, Figure]) -> None:
+    figure = drawn["expert_load.png"]
+    left, right, bar = figure.axes
+    (image,) = left.images
+    final = np.array([[0.625, 0.25, 0.125], [0.2, 0.2, 0.6]])  # of the last 5 % of the steps, two
+    assert np.asarray(image.get_array()) == pytest.approx(final)
+    assert isinstance(image.norm, TwoSlopeNorm)
+    assert (image.norm.vmin, image.norm.vcenter, image.norm.vmax) == pytest.approx((0, 1 / 3, 2 / 3))
+    cells = {text.get_position(): text.get_text() for text in left.texts}
+    assert cells == {(x, y): f"{final[y, x]:.1%}" for y in range(2) for x in range(3)}
+    assert (left.get_xlabel(), left.get_ylabel()) == ("expert", "layer")
+    assert left.get_title() == "share of routed tokens, last 2 steps (even: 33.3%)"
+    assert figure.get_suptitle() == "a title"
+    assert bar.yaxis.get_major_formatter()(0.5) == "50%"
+    *layers, mean = right.lines
+    assert [line.get_label() for line in layers] == ["layer 0", "layer 1"]
+    for line, usual, last in zip(layers, (1.5, 2.1), (2.25, 1.5), strict=True):
+        assert list(line.get_xdata()) == list(range(1, STEPS + 1))
+        values = line.get_ydata()
+        assert values[: STEPS - 2] == pytest.approx([usual] * (STEPS - 2))
+        assert values[-2] == pytest.approx((2 * usual + last) / 3)
+        assert values[-1] == pytest.approx((usual + last) / 2)
+    assert list(mean.get_ydata()) == [1, 1]
+    assert (right.get_xlabel(), right.get_ylabel()) == ("optimizer step", "load of the busiest expert / mean load")
+    assert right.get_ylim()[0] == 0.9
+    assert len(right.get_legend().get_texts()) == 2
+
+
+def test_a_heat_map_of_many_experts_has_no_labels() -> None:
+    for experts, labels in ((16, 16), (17, 0)):
+        rows = [{"step": 1, "expert_load": [[1 / experts] * experts]}]
+        assert len(plots._expert_load(rows).axes[0].texts) == labels
+
+
+@pytest.mark.parametrize(("busiest", "most"), [(0.5, 2 / 3), (0.9, 0.9)])
+def test_colours_reach_the_busiest_expert(busiest: float, most: float) -> None:
+    rows = [{"step": 1, "expert_load": [[busiest, 1 - busiest, 0.0]]}]
+    assert plots._expert_load(rows).axes[0].images[0].norm.vmax == pytest.approx(most)
+
+
+@pytest.mark.parametrize(
+    ("values", "smoothed"),
+    [
+        ([3.0], [3.0]),
+        ([0.0, 1.0, 8.0], [0.0, 1.0, 8.0]),  # a window of one
+        ([0.0] * 39 + [3.0], [0.0] * 38 + [1.0, 1.5]),  # a window of two reaches one to each side
+        ([3.0] + [0.0] * 39, [3.0, 1.0] + [0.0] * 38),
+    ],
+)
+def test_windows_are_narrow_at_the_begin_and_cut_at_the_end(values: list[float], smoothed: list[float]) -> None:
+    assert plots._smooth(np.array(values)) == pytest.approx(smoothed)
