@@ -138,10 +138,10 @@ def run(
     if meanwhile is not None:
         meanwhile()
     chunks[0].end_dispatch()
-    weights = None
+    shared = None
     if shares_weights and not is_dynamo_compiling():
-        weights = LateWeights(chunks[0].place, late=has_late_weights and split)
-    with overlap.weights_of(weights):
+        shared = LateWeights(chunks[0].place, late=has_late_weights and split)
+    with overlap.weights_of(shared):
         for i, chunk in enumerate(chunks):
             after, before = chunks[i + 1 : i + 2], chunks[i - 1 : i] if i else []
             turns = [(c.begin_dispatch, c.end_dispatch) for c in after]
