@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -23,11 +24,12 @@ from moe_rt.buffer.handle import Handle
 from moe_rt.buffer.replicas import refuse_replicated_experts
 from moe_rt.nn import overlap
 from moe_rt.ops.declare import unwatched
+from moe_rt.ops.late_weights import LateWeights
 
 _thread = threading.local()
-# Over 1 Gbit/s two chunks gained when a rank's rows had this many bytes, and lost with a quarter of them
-# (docs/howto/overlap.md).
-_BYTES_THAT_GAIN, _CHUNKS_THAT_GAIN = 8 << 20, 2
+# Over 1 Gbit/s chunks gained from this many bytes of a rank's rows on, if experts had at least as many rows as they are
+# wide: each further chunk reads all weights again (docs/howto/overlap.md).
+_BYTES_THAT_GAIN, _CHUNKS_THAT_GAIN = 4 << 20, 3
 
 
 def half_way() -> None:
@@ -44,6 +46,7 @@ class Chunk:
 
     Attributes:
         recv_x, recv_weights, handle: results of dispatch, after `end_dispatch`.
+        place: place of the experts' weights in backward, after `end_dispatch`; None for the usual one.
         y: the experts' rows, which the caller sets.
         out: result of combine, after `end_combine`.
     """
@@ -51,6 +54,7 @@ class Chunk:
     recv_x: Tensor
     recv_weights: Tensor
     handle: Handle
+    place: int | None = None
     y: Tensor
     out: Tensor
 
@@ -73,6 +77,7 @@ class Chunk:
 
     def end_dispatch(self) -> None:
         if self.split:
+            self.place = overlap.free_place(self._given[0])
             self.recv_x, self.recv_weights = overlap.DispatchBegin.apply(*self._given, self._exchange)
             self.handle = self._exchange.handle
             del self._exchange.handle
@@ -100,15 +105,22 @@ def run(
     num_chunks: int,
     experts: Callable[[Chunk], Tensor],
     *,
+    meanwhile: Callable[[], object] | None,
     calls_half_way: bool,
+    shares_weights: bool,
+    has_late_weights: bool,
 ) -> list[Chunk]:
     """Dispatch a batch in chunks, run the experts on each, and combine. Collective.
 
     Args:
-        batch: rows [T, H], topk_idx [T, K], topk_weights [T, K]. The sizes of chunks differ by one token at most.
+        batch: rows [T, H], topk_idx [T, K], topk_weights [T, K].
         num_chunks: at least 2.
         experts: runs the experts on a chunk's recv_x and returns y.
+        meanwhile: runs while the first chunk is dispatched.
         calls_half_way: the experts call `half_way`, and nothing runs them again in backward.
+        shares_weights: they may use the weights of the first chunk for all, so that means of their gradients over
+            ranks are taken once. All ranks do so or none.
+        has_late_weights: nothing reads gradients of weights before backward ends.
 
     Returns:
         The chunks, in the order of tokens.
@@ -117,18 +129,39 @@ def run(
     if num_tokens > buffer.spec.num_max_tokens_per_rank:
         rows, idx, weights = batch
         buffer.dispatch(rows, idx, weights, tag=tag)  # refuses the batch on every rank, and names the batch's size
-    ends = [num_tokens * i // num_chunks for i in range(num_chunks + 1)]
-    most = -(-buffer.spec.num_max_tokens_per_rank // num_chunks)
-    chunks = [Chunk(buffer, tag, [t[ends[i] : ends[i + 1]] for t in batch], most, split) for i in range(num_chunks)]
+    most = buffer.spec.num_max_tokens_per_rank
+    chunks = [
+        Chunk(buffer, tag, [t[start:end] for t in batch], _size(most, i, num_chunks), split)
+        for i, (start, end) in enumerate(pairwise(_ends(num_tokens, num_chunks)))
+    ]
     chunks[0].begin_dispatch()
+    if meanwhile is not None:
+        meanwhile()
     chunks[0].end_dispatch()
-    for i, chunk in enumerate(chunks):
-        after, before = chunks[i + 1 : i + 2], chunks[i - 1 : i] if i else []
-        turns = [(c.begin_dispatch, c.end_dispatch) for c in after] + [(c.begin_combine, c.end_combine) for c in before]
-        _compute_during(turns, chunk, experts, calls_half_way and split)
+    shared = None
+    if shares_weights and not is_dynamo_compiling():
+        shared = LateWeights(chunks[0].place, late=has_late_weights and split)
+    with overlap.weights_of(shared):
+        for i, chunk in enumerate(chunks):
+            after, before = chunks[i + 1 : i + 2], chunks[i - 1 : i] if i else []
+            turns = [(c.begin_dispatch, c.end_dispatch) for c in after]
+            turns += [(c.begin_combine, c.end_combine) for c in before]
+            _compute_during(turns, chunk, experts, calls_half_way and split)
     chunks[-1].begin_combine()
     chunks[-1].end_combine()
     return chunks
+
+
+def _ends(num_tokens: int, num_chunks: int) -> list[int]:
+    """Return where chunks end, 0 first. The first and the last one are half as large as those between: their dispatch
+    and their combine are hidden by nothing."""
+    halves = 2 * (num_chunks - 1)
+    return [0, *(num_tokens * i // halves for i in range(1, halves, 2)), num_tokens]
+
+
+def _size(num_tokens: int, chunk: int, num_chunks: int) -> int:
+    """Return the most tokens of a chunk of `_ends`, of a batch of at most num_tokens."""
+    return -(-num_tokens // (2 * (num_chunks - 1) if chunk in (0, num_chunks - 1) else num_chunks - 1))
 
 
 def _compute_during(
@@ -160,13 +193,15 @@ def _compute_during(
     end()
 
 
-def number(wanted: int | Literal["auto"], buffer: Buffer) -> int:
-    """Return the number of chunks, which is the same on all ranks."""
+def number(wanted: int | Literal["auto"], buffer: Buffer, intermediate: int) -> int:
+    """Return the number of chunks for experts of this width, which is the same on all ranks."""
     if wanted != "auto":
         return wanted
-    row_bytes = buffer.spec.hidden * buffer.spec.dtype.itemsize
-    gains = overlap.over_network(buffer) and buffer.spec.num_max_tokens_per_rank * row_bytes >= _BYTES_THAT_GAIN
-    return _CHUNKS_THAT_GAIN if gains else 1
+    spec = buffer.spec
+    row_bytes = spec.hidden * spec.dtype.itemsize
+    rows_per_expert = spec.num_max_tokens_per_rank * spec.num_ranks * spec.num_topk / spec.num_experts
+    has_work = spec.num_max_tokens_per_rank * row_bytes >= _BYTES_THAT_GAIN and rows_per_expert >= intermediate
+    return _CHUNKS_THAT_GAIN if has_work and overlap.over_network(buffer) else 1
 
 
 def runs_once(experts: nn.Module) -> bool:

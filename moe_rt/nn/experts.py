@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from moe_rt.errors import InvalidConfig, InvalidInput
 from moe_rt.nn.chunks import half_way
-from moe_rt.nn.overlap import weight_place
+from moe_rt.nn.overlap import late_weights
 from moe_rt.nn.spread import SpreadModule
 from moe_rt.ops.activations import Activation, activate, apply, swiglu
 from moe_rt.ops.grouped import grouped_linear, row_wise_linear, row_wise_sigmoid
@@ -108,17 +109,19 @@ def expert_mlp(
         InvalidInput: a weight is missing or has another shape.
     """
     _check(x, offs, weights, config)
+    late = late_weights()
 
     def linear(rows: Tensor, name: str) -> Tensor:
         bias = weights[f"{name}_bias"].to(x.dtype) if config.biases else None
+        weight = weights[name].to(x.dtype)
         return grouped_linear(
             rows,
-            weights[name].to(x.dtype),
+            weight,
             offs,
             bias,
             transposed=config.weight_layout == "transposed",
             row_wise=row_wise,
-            weight_after=weight_place(),
+            multiply=None if late is None else partial(late.multiply, weight),
         )
 
     inputs, down = config.weight_names
@@ -194,7 +197,15 @@ class Experts(SpreadModule):
 
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:
         """Run the experts: x [rows, H] packed by expert, offs int32 [L] -> [rows, H] in x's dtype; see `expert_mlp`."""
-        return expert_mlp(x, offs, self.parts(*self._shapes), self.config, row_wise=self.row_wise)
+        late = late_weights()
+        if late is None:
+            weights = self.parts(*self._shapes)
+        else:
+            weights = late.made_once((self, x.dtype), partial(self._cast_parts, x.dtype))
+        return expert_mlp(x, offs, weights, self.config, row_wise=self.row_wise)
+
+    def _cast_parts(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        return {name: part.to(dtype) for name, part in self.parts(*self._shapes).items()}
 
 
 class SwiGLUExperts(Experts):

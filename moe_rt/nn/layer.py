@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -272,29 +273,30 @@ class MoELayer(nn.Module):
         rows = x.reshape(-1, self.config.hidden).to(buffer.spec.dtype)
         see = _nothing if self.watcher is None else self.watcher()
         see("route", x=rows, ids=idx, weights=weights)
-        num_chunks = chunks.number(self.config.num_chunks, buffer)
+        num_chunks = chunks.number(self.config.num_chunks, buffer, self.config.intermediate)
+        shared = None if self.shared_expert is None else _Once(partial(self._shared, rows, x.shape, real))
         if num_chunks > 1:
-            out = self._in_chunks(buffer, num_chunks, (rows, idx, weights), aux, see)
+            out = self._in_chunks(buffer, num_chunks, (rows, idx, weights), aux, see, shared)
         else:
-            recv_x, recv_weights, handle, y = self._computed(buffer, rows, idx, weights)
+            recv_x, recv_weights, handle, y = self._computed(buffer, rows, idx, weights, shared)
             self.metrics.add(aux.tokens_per_expert, handle)
             see("dispatch", handle.offs, rows=recv_x, weights=recv_weights)
             see("experts", handle.offs, rows=y)
             out = buffer.combine(y, recv_weights, handle)
         see("combine", out=out)
-        if self.shared_expert is not None:
-            out = out + without_padding(self._shared(rows, x.shape), None if real is None else real.flatten())
+        if shared is not None:
+            out = out + shared()
         return out.to(x.dtype).reshape(x.shape), aux
 
     def _computed(
-        self, buffer: Buffer, rows: Tensor, idx: Tensor, weights: Tensor
+        self, buffer: Buffer, rows: Tensor, idx: Tensor, weights: Tensor, shared: Callable[[], Tensor] | None
     ) -> tuple[Tensor, Tensor, Handle, Tensor]:
-        """Dispatch rows, and return what dispatch returns and the experts' outputs."""
+        """Dispatch rows, and return what dispatch returns and the experts' outputs. `shared` may run also."""
         if not overlap.has_gain(buffer, self.experts, rows, weights):
             recv_x, recv_weights, handle = buffer.dispatch(rows, idx, weights, tag=self.tag)
             return recv_x, recv_weights, handle, self._expert_rows(recv_x, handle.offs)
-        recv_x, recv_weights, handle, place = overlap.dispatch(buffer, rows, idx, weights, self.tag)
-        with overlap.weights_at(place):
+        recv_x, recv_weights, handle, weights_later = overlap.dispatch(buffer, rows, idx, weights, self.tag, shared)
+        with overlap.weights_of(weights_later):
             return recv_x, recv_weights, handle, self._expert_rows(recv_x, handle.offs)
 
     def _expert_rows(self, recv_x: Tensor, offs: Tensor) -> Tensor:
@@ -308,8 +310,9 @@ class MoELayer(nn.Module):
         batch: tuple[Tensor, Tensor, Tensor],
         aux: RouterAux,
         see: Callable[..., None],
+        shared: Callable[[], Tensor] | None,
     ) -> Tensor:
-        """Run dispatch, experts and combine in chunks, and return combine's output."""
+        """Run dispatch, experts and combine in chunks, and `shared`; return combine's output."""
         self.metrics.add(aux.tokens_per_expert)
 
         def compute(chunk: chunks.Chunk) -> Tensor:
@@ -317,7 +320,18 @@ class MoELayer(nn.Module):
             return self._expert_rows(chunk.recv_x, chunk.handle.offs)
 
         once = isinstance(self.experts, Experts) and chunks.runs_once(self.experts)
-        done = chunks.run(buffer, self.tag, batch, num_chunks, compute, calls_half_way=once)
+        late = once and not overlap.has_backward_hooks(self.experts)
+        done = chunks.run(
+            buffer,
+            self.tag,
+            batch,
+            num_chunks,
+            compute,
+            meanwhile=shared,
+            calls_half_way=once,
+            shares_weights=not overlap.is_sharded(self.experts),
+            has_late_weights=late,
+        )
         if see is not _nothing:
             real = [int(chunk.handle.offs[-1]) for chunk in done]
             offs = torch.tensor([sum(real)], device=buffer.device)
@@ -329,12 +343,12 @@ class MoELayer(nn.Module):
             see("experts", offs, rows=y)
         return torch.cat([chunk.out for chunk in done])
 
-    def _shared(self, rows: Tensor, shape: torch.Size) -> Tensor:
+    def _shared(self, rows: Tensor, shape: torch.Size, real: Tensor | None) -> Tensor:
         """Return the shared expert's outputs [T, H]. A row-wise one gets sequences, by which it sums gradients."""
         assert self.shared_expert is not None
         by_sequence = isinstance(self.shared_expert, SharedExpert) and self.shared_expert.row_wise
         out: Tensor = self.shared_expert(rows.view(shape) if by_sequence else rows)
-        return out.view_as(rows)
+        return without_padding(out.view_as(rows), None if real is None else real.flatten())
 
     def _replayed(self, x: Tensor, topk_idx: Tensor | None) -> Tensor | None:
         """Return the recorded experts of x if routes are replayed, else topk_idx. It refuses on every rank."""
@@ -384,6 +398,20 @@ class MoELayer(nn.Module):
         values = ((f, getattr(self.config, f.name)) for f in fields(self.config) if f.repr)
         changed = ", ".join(f"{f.name}={value}" for f, value in values if value != f.default)
         return f"{changed}, expert_ids={self.expert_ids}"
+
+
+class _Once:
+    """A tensor that is computed when it is first asked for."""
+
+    _result: Tensor | None = None
+
+    def __init__(self, compute: Callable[[], Tensor]) -> None:
+        self._compute = compute
+
+    def __call__(self) -> Tensor:
+        if self._result is None:
+            self._result = self._compute()
+        return self._result
 
 
 def _nothing(op: str, offs: Tensor | None = None, **tensors: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 Of the nodes that are ready, autograd runs the one with the highest sequence number, the newest. Dispatch is therefore
 recorded as two nodes: in backward the newer one begins, the older one waits. Nodes of the weights' gradients get a
-place between them (moe_rt/ops/grouped.py). Every gradient reaches its parameter by autograd, so its hooks fire once.
+place between them (moe_rt/ops/late_weights.py). Gradients reach parameters by autograd, so each hook fires once.
 """
 
 from __future__ import annotations
@@ -21,16 +21,24 @@ from moe_rt.buffer.handle import Handle
 from moe_rt.memory.heaps import HEAPS
 from moe_rt.ops import table as ops
 from moe_rt.ops.declare import unwatched
+from moe_rt.ops.late_weights import LateWeights
 
 _current = threading.local()
-_MOST_WEIGHTS = 8  # of one layer's experts
 
 
-def weight_place() -> int | None:
-    """Return the next weight's place in backward, as autograd's sequence number; None for the usual one."""
-    if is_dynamo_compiling() or getattr(_current, "places", None) is None:
-        return None
-    return next(_current.places, None)
+def late_weights() -> LateWeights | None:
+    """Return the nodes of this forward's weights; None for the usual ones."""
+    return None if is_dynamo_compiling() else getattr(_current, "weights", None)
+
+
+@contextmanager
+def weights_of(weights: LateWeights | None) -> Iterator[None]:
+    """Use these nodes for the weights of experts that run in this block."""
+    _current.weights = weights
+    try:
+        yield
+    finally:
+        _current.weights = None
 
 
 def has_gain(buffer: Buffer, experts: nn.Module, rows: Tensor, topk_weights: Tensor) -> bool:
@@ -45,9 +53,19 @@ def has_gain(buffer: Buffer, experts: nn.Module, rows: Tensor, topk_weights: Ten
         return False
     if not unwatched(rows, topk_weights) or not any(p.requires_grad for p in experts.parameters()):
         return False
+    return not has_backward_hooks(experts)
+
+
+def has_backward_hooks(experts: nn.Module) -> bool:
+    """Return whether hooks run when the gradients of the rows are there, and may read those of the weights."""
+    return is_sharded(experts) or any(m._backward_hooks or m._backward_pre_hooks for m in experts.modules())
+
+
+def is_sharded(experts: nn.Module) -> bool:
+    """Return whether FSDP2 gathers the weights whenever the experts are called."""
     from torch.distributed.fsdp import FSDPModule  # here, since it would slow the import of MoELayer by a second
 
-    return not any(isinstance(m, FSDPModule) or m._backward_hooks or m._backward_pre_hooks for m in experts.modules())
+    return any(isinstance(m, FSDPModule) for m in experts.modules())
 
 
 def over_network(buffer: Buffer) -> bool:
@@ -58,30 +76,35 @@ def over_network(buffer: Buffer) -> bool:
 
 
 def dispatch(
-    buffer: Buffer, rows: Tensor, topk_idx: Tensor, topk_weights: Tensor, tag: int
-) -> tuple[Tensor, Tensor, Handle, int]:
-    """Run buffer.dispatch. Return its results, and the place for the gradients of weights between its halves."""
+    buffer: Buffer,
+    rows: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    tag: int,
+    meanwhile: Callable[[], object] | None,
+) -> tuple[Tensor, Tensor, Handle, LateWeights]:
+    """Run buffer.dispatch, and `meanwhile` between its halves. Return its results, and nodes of weights between the
+    halves of its backward, where the backward of `meanwhile` runs also."""
     exchange = Exchange(buffer, tag)
     buffer._engine.refuse_recorded_window(tag, rows)
     rows, topk_weights = DispatchFinish.apply(rows, topk_weights.to(buffer.spec.acc_dtype), exchange)
-    exchange.receive = lambda: buffer.dispatch(rows, topk_idx, topk_weights, tag=tag)
+    if meanwhile is None:
+        exchange.receive = lambda: buffer.dispatch(rows, topk_idx, topk_weights, tag=tag)
+    else:
+        with torch.no_grad():
+            exchange.receive = buffer.dispatch(rows, topk_idx, topk_weights, tag=tag, wait=False).wait
+        meanwhile()
+    place = free_place(rows)
     recv_x, recv_weights = DispatchBegin.apply(rows, topk_weights, exchange)
-    begin = recv_x.grad_fn
-    place = begin._sequence_nr()
-    begin._set_sequence_nr(place + _MOST_WEIGHTS)
     handle = exchange.handle
     del exchange.handle  # the graph has saved what it needs
-    return recv_x, recv_weights, handle, place
+    return recv_x, recv_weights, handle, LateWeights(place)
 
 
-@contextmanager
-def weights_at(place: int) -> Iterator[None]:
-    """Give the gradients of the weights used in this block their places in backward, the last one first."""
-    _current.places = iter(range(place, place + _MOST_WEIGHTS))
-    try:
-        yield
-    finally:
-        _current.places = None
+def free_place(rows: Tensor) -> int | None:
+    """Return a sequence number between those of earlier and of later nodes; None if `rows` needs no gradient."""
+    unused = rows.view_as(rows).grad_fn
+    return None if unused is None else unused._sequence_nr()
 
 
 class Exchange:

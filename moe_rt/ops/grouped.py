@@ -40,7 +40,7 @@ def grouped_linear(
     *,
     transposed: bool = False,
     row_wise: bool = False,
-    weight_after: int | None = None,
+    multiply: Callable[[Tensor, Tensor, Tensor, bool], Tensor] | None = None,
 ) -> Tensor:
     """Each expert's rows times its own weight: y[rows of e] = x[rows of e] @ weight[e].T + bias[e].
 
@@ -51,21 +51,13 @@ def grouped_linear(
         bias: [L, out]; its gradient sums an expert's rows as a matrix product does.
         row_wise: on the CPU, the bits of a row of y, and of the gradient of x, depend only on that row and its weight.
             Products are filled up to multiples of 16 rows and columns for that.
-        weight_after: autograd's sequence number of the node that computes the weight's gradient; None computes it
-            together with that of x.
+        multiply: replaces the op grouped_mm, and has its arguments (`moe_rt.ops.late_weights`).
 
     Returns:
         [rows, out]; rows past offs[-1] are unspecified.
     """
     b = weight if transposed else weight.transpose(1, 2)
-    y: Tensor
-    if weight_after is not None and b.requires_grad and torch.is_grad_enabled():
-        product = _Product()
-        b = _WeightLater.apply(b, product)
-        b.grad_fn._set_sequence_nr(weight_after)
-        y = _MmWeightLater.apply(x, b, offs, row_wise, product)
-    else:
-        y = torch.ops.moe_rt.grouped_mm(x, b, offs, row_wise)
+    y: Tensor = (multiply or torch.ops.moe_rt.grouped_mm)(x, b, offs, row_wise)
     return y if bias is None else torch.ops.moe_rt.grouped_add(y, bias, offs)
 
 
@@ -323,44 +315,23 @@ def _gradient_of_weight(a: Tensor, grad: Tensor, offs: Tensor, contiguous: bool)
     return torch.ops.moe_rt.grouped_mm(grad.t(), a, offs).transpose(1, 2)
 
 
-class _Product:
-    """Operands of the gradient of a product's weight, from the backward of the product until that of the weight."""
+def add_gradient_of_weight(total: Tensor | None, a: Tensor, grad: Tensor, offs: Tensor, contiguous: bool) -> Tensor:
+    """Return the sum of `total`, which is overwritten, and a weight's gradient [L, in, out].
 
-    given: tuple[Tensor, Tensor, Tensor, bool]
-
-
-class _WeightLater(torch.autograd.Function):
-    """Identity, whose backward computes the weight's gradient, as a separate node that can run later."""
-
-    @staticmethod
-    def forward(ctx: Any, b: Tensor, product: _Product) -> Tensor:
-        ctx.product = product
-        return b.view_as(b)
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        given = ctx.product.given
-        del ctx.product.given
-        return _gradient_of_weight(*given), None
-
-
-class _MmWeightLater(torch.autograd.Function):
-    """grouped_mm without the gradient of its weight, in place of which it returns one that nothing reads."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, offs: Tensor, row_wise: bool, product: _Product) -> Tensor:
-        ctx.save_for_backward(a, b, offs)
-        ctx.row_wise, ctx.product = row_wise, product
-        return torch.ops.moe_rt.grouped_mm(a, b, offs, row_wise)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, None, None, None]:
-        a, b, offs = ctx.saved_tensors
-        grad, grad_a = grad.contiguous(), None
-        if ctx.needs_input_grad[0]:
-            grad_a = torch.ops.moe_rt.grouped_mm(grad, b.transpose(1, 2), offs, ctx.row_wise)
-        ctx.product.given = a, grad, offs, b.is_contiguous()
-        return grad_a, b.new_zeros(()).expand(b.shape), None, None, None
+    Args:
+        total: an earlier result, or None for zeros.
+        a, grad, offs: operands of the gradient.
+        contiguous: the weight's own layout is [L, in, out].
+    """
+    if total is None:
+        return _gradient_of_weight(a, grad, offs, contiguous)
+    if a.device.type != "cpu" or not _cpu_multiplies(a.dtype):
+        return total.add_(_gradient_of_weight(a, grad, offs, contiguous))
+    left, right, sums = (a, grad, total) if contiguous else (grad, a, total.transpose(1, 2))
+    for e, (i, j) in enumerate(_spans(offs)):
+        if i < j:
+            sums[e].addmm_(left[i:j].t(), right[i:j])
+    return total
 
 
 def _tangent_of_grouped_mm(args: Args, tangents: Args) -> Tensor:

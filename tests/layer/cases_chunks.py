@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from moe_rt import MoELayer
 from moe_rt.engine.cpu import CpuEngine
 from moe_rt.errors import MoeRtError, TooManyTokens
-from moe_rt.nn import experts
+from moe_rt.nn import averaging, experts
 from moe_rt.parallel import prepare
 
 
@@ -123,6 +123,50 @@ def wrapped(group: Any, wrap: str) -> list[tuple[Tensor, dict[str, Any]]]:
         results.append((y.detach(), {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in grads.items()}))
         layer.buffer.close()
     return results
+
+
+def backward_again(group: Any) -> list[Any]:
+    """Return gradients of x only, then of all in two passes over one graph, in one chunk and in three."""
+    results: list[Any] = []
+    for num_chunks in (1, 3):
+        layer = make_layer(group, num_chunks)
+        x = inputs_for(group.rank(), 9).requires_grad_()
+        loss = layer(x)[0].square().sum()
+        (only_x,) = torch.autograd.grad(loss, x, retain_graph=True)
+        of_weights = torch.autograd.grad(loss, list(layer.experts.parameters()), retain_graph=True)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        results.append([only_x, x.grad, *of_weights, *(p.grad for p in layer.parameters())])
+        layer.buffer.close()
+    return results
+
+
+def weight_gradients(group: Any, num_chunks: int) -> list[str]:
+    """Return the order of ops and of the experts' gradients in a backward."""
+    layer = make_layer(group, num_chunks)
+    y, _ = layer(inputs_for(group.rank(), 9).requires_grad_())
+    with seen_ops() as seen:
+        for name, p in layer.experts.named_parameters():
+            p.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))
+        y.square().sum().backward()
+    layer.buffer.close()
+    return seen
+
+
+def num_means(group: Any) -> int:
+    """Return how many means of gradients over ranks a backward in chunks takes; rank 0 runs its ops whole."""
+    layer, means, mean_of = prepare(make_layer(group, 3)), [0], averaging.mean_of
+
+    def counted(*given: Any) -> Any:
+        means[0] += 1
+        return mean_of(*given)
+
+    averaging.mean_of = counted
+    with torch.profiler.profile() if group.rank() == 0 else nullcontext():
+        layer(inputs_for(group.rank(), 9))[0].square().sum().backward()
+    averaging.mean_of = mean_of
+    layer.buffer.close()
+    return means[0]
 
 
 def ranks_differ(group: Any, how: str) -> list[Any]:

@@ -110,8 +110,8 @@ def gradients(group: Any, kind: str, in_halves: bool) -> tuple[Grads, list[str],
     x.requires_grad_(kind != "no input gradient")
     with whole(not in_halves), seen_order(layer) as seen:
         for _ in range(2):
-            seen.clear()
             y = run(layer, kind, x)
+            seen.clear()
             (y * y).sum().backward()
     grads: Grads = {"x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}}
     layer.buffer.close()

@@ -61,6 +61,20 @@ def test_order(make_ranks: MakeRanks, num_chunks: int) -> None:
         assert backward == expected
 
 
+def test_weights_come_while_the_last_exchange_is_under_way(make_ranks: MakeRanks) -> None:
+    """Each gradient comes once, as the sum over chunks, between the halves of the first chunk's dispatch_backward."""
+    for seen in make_ranks("shm", 2).run(cases.weight_gradients, 3):
+        assert seen[-4::3] == ["begin dispatch_backward", "end dispatch_backward"], seen
+        assert set(seen[-3:-1]) == {"gate_up_proj", "down_proj"}
+        assert not {"gate_up_proj", "down_proj"} & set(seen[:-4])
+
+
+def test_backward_of_parts_and_again(make_ranks: MakeRanks) -> None:
+    """A backward that needs no weights, or no rows, leaves nothing to the next one."""
+    for one, many in make_ranks("shm", 2).run(cases.backward_again):
+        torch.testing.assert_close(many, one)
+
+
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp", "fsdp of experts"])
 def test_data_parallel(make_ranks: MakeRanks, wrap: str) -> None:
     for (y, grads), (same, expected) in make_ranks("shm", 2).run(cases.wrapped, wrap):
@@ -73,6 +87,11 @@ def test_a_rank_with_whole_ops(make_ranks: MakeRanks, how: str) -> None:
     """It runs them in the order of the ranks that overlap."""
     for y, grad, same, same_grad in make_ranks("shm", 2).run(cases.ranks_differ, how):
         torch.testing.assert_close((same, same_grad), (y, grad))
+
+
+def test_means_of_gradients_are_taken_once(make_ranks: MakeRanks) -> None:
+    """They may be collectives over copies of the experts: ranks that overlap and others must take equally many."""
+    assert make_ranks("shm", 2).run(cases.num_means) == [2, 2]
 
 
 def test_numbers_that_differ(make_ranks: MakeRanks) -> None:
@@ -116,15 +135,17 @@ def test_wrong_numbers(wrong: Any) -> None:
         config(num_chunks=wrong)
 
 
-def test_auto_depends_on_what_all_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is 1 unless rows travel between the halves and are many."""
-    spec = SimpleNamespace(hidden=1024, dtype=torch.float32, num_max_tokens_per_rank=2048)
+def test_auto_depends_on_what_all_ranks_share() -> None:
+    """It is 1 unless rows travel between the halves, and are many for the experts' width."""
+    sizes = {"num_ranks": 2, "num_topk": 2, "num_experts": 8, "hidden": 2048, "dtype": torch.float32}
+    spec = SimpleNamespace(num_max_tokens_per_rank=512, **sizes)
     buffer: Any = SimpleNamespace(num_ranks=2, heap="ucx", route="flat", spec=spec)
-    assert chunks.number(7, buffer) == 7
-    assert chunks.number("auto", buffer) > 1
-    spec.num_max_tokens_per_rank = 512
-    assert chunks.number("auto", buffer) == 1
-    spec.num_max_tokens_per_rank, buffer.heap = 2048, "shm"
-    assert chunks.number("auto", buffer) == 1
+    assert chunks.number(7, buffer, 256) == 7
+    assert chunks.number("auto", buffer, 256) > 1
+    assert chunks.number("auto", buffer, 257) == 1
+    spec.num_max_tokens_per_rank = 511
+    assert chunks.number("auto", buffer, 8) == 1
+    spec.num_max_tokens_per_rank, buffer.heap = 512, "shm"
+    assert chunks.number("auto", buffer, 256) == 1
     buffer.heap, buffer.route = "ucx", "two_level"
-    assert chunks.number("auto", buffer) == 1
+    assert chunks.number("auto", buffer, 256) == 1

@@ -22,8 +22,9 @@ def test_gradients_are_equal_and_weights_come_between(make_ranks: MakeRanks, kin
         begin, wait = seen.index("_run_first"), seen.index("_run_second")
         between = seen[begin + 1 : wait]
         assert between, seen
-        assert all(name.startswith("experts.") for name in between)
-        assert {name for name in seen if name.startswith("experts.") and "bias" not in name} <= set(between)
+        late = ("experts.", "shared_expert.")
+        assert all(name.startswith(late) for name in between)
+        assert {name for name in seen if name.startswith(late) and "bias" not in name} <= set(between)
         assert sorted(set(seen)) == sorted(seen), "every hook fires once, and one op is begun"
         assert sorted(plain) == sorted(set(seen) - {"_run_first", "_run_second"})
 
