@@ -5,7 +5,9 @@
 In every step one rank, drawn anew, is late by `--late-ms` in the experts of a layer, drawn anew. Of the backward of a
 step, *exposed* is the time that a rank spends inside dispatch's backward ops; of the whole step, *in_ops* the time
 inside all ops, and *waited* that in which it waits for its peers' signals. *compute* and *wire* are the experts of the
-step's layers without exchanges, and its exchanges without experts. The last line is one JSON document.
+step's layers without exchanges, and its exchanges without experts. *asleep* is the wire with ranks that sleep between
+the halves of each op, so that its *cpu*, the processor time of all threads of a rank, is what the exchanges take from
+the experts: no rank polls. The last line is one JSON document.
 Between emulated nodes, in two shells (and `moe-rt nodes down` afterwards):
 
     moe-rt nodes up 2 --rate 1gbit
@@ -19,6 +21,7 @@ import json
 import random
 import time
 from dataclasses import replace
+from functools import partial
 from statistics import fmean, median
 from typing import Any
 
@@ -84,7 +87,8 @@ def _be_late(grad: Tensor) -> Tensor:
 def step(layers: nn.ModuleList, x: Tensor, stopwatch: Stopwatch, buffer: Buffer) -> dict[str, float]:
     """Run forward and backward, and return their times in milliseconds."""
     dist.barrier()
-    waited, stopwatch.all, stopwatch.exposed, start = sum(buffer.waited_ns()), 0.0, 0.0, time.perf_counter()
+    cpu, waited, stopwatch.all, stopwatch.exposed = time.process_time(), sum(buffer.waited_ns()), 0.0, 0.0
+    start = time.perf_counter()
     for layer in layers:
         x = x + layer(x)[0]
     forward = time.perf_counter() - start
@@ -98,6 +102,7 @@ def step(layers: nn.ModuleList, x: Tensor, stopwatch: Stopwatch, buffer: Buffer)
         "backward_ms": 1e3 * backward,
         "exposed_ms": 1e3 * stopwatch.exposed,
         "in_ops_ms": 1e3 * stopwatch.all,
+        "cpu_ms": 1e3 * (time.process_time() - cpu),
         "waited_ms": 1e-6 * (sum(buffer.waited_ns()) - waited),
     }
 
@@ -133,12 +138,28 @@ def wire_alone(layers: nn.ModuleList, x: Tensor) -> dict[str, float]:
     return {"step_ms": 1e3 * (time.perf_counter() - start)}
 
 
+def wire_asleep(layers: nn.ModuleList, x: Tensor, pause: float) -> dict[str, float]:
+    """Run a step's exchanges in halves, and sleep in between. It is twice the forward: backward moves the same rows."""
+    x = x.detach()
+    given = [(layer.buffer, *(t.detach() for t in layer.router(x)[:2])) for layer in layers]
+    dist.barrier()
+    cpu = time.process_time()
+    for buffer, idx, weights in (*given, *given):
+        pending = buffer.dispatch(x, idx, weights, wait=False)
+        time.sleep(pause)
+        rows, recv_weights, handle = pending.wait()
+        pending = buffer.combine(rows, recv_weights, handle, wait=False)
+        time.sleep(pause)
+        pending.wait()
+    return {"cpu_ms": 1e3 * (time.process_time() - cpu)}
+
+
 def measure(late_ms: float, steps: int, chunks: list[int], layers: nn.ModuleList, x: Tensor) -> dict[str, Any]:
     """Run all variants in turns, and return what each step of each variant showed."""
     rank, size, draw = dist.get_rank(), dist.get_world_size(), random.Random(1)
     buffer = layers[0].buffer
     stopwatch = Stopwatch(buffer._engine)
-    names = ["whole", "halves", *(f"chunks_{n}" for n in chunks), "compute", "wire"]
+    names = ["whole", "halves", *(f"chunks_{n}" for n in chunks), "compute", "wire", "asleep"]
     seen: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for i in range(steps + 2):
         who, where = draw.randrange(size), draw.randrange(len(layers))
@@ -147,9 +168,11 @@ def measure(late_ms: float, steps: int, chunks: list[int], layers: nn.ModuleList
             for layer in layers:
                 layer.config = replace(layer.config, num_chunks=number)
             overlap.over_network = lambda _, on=name == "halves": on
-            if name in ("compute", "wire"):
+            if name in ("compute", "wire", "asleep"):
                 late.clear()
-                seen[name].append((compute_alone if name == "compute" else wire_alone)(layers, x))
+                pause = 1.5e-3 * seen["wire"][-1]["step_ms"] / (4 * len(layers)) if name == "asleep" else 0.0
+                alone = {"compute": compute_alone, "wire": wire_alone, "asleep": partial(wire_asleep, pause=pause)}
+                seen[name].append(alone[name](layers, x))
                 continue
             late[:] = [late_ms / 1e3 if (rank, n) == (who, where) else 0.0 for n in range(len(layers))]
             if not late_ms or number > 1:
