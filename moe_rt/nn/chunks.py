@@ -29,7 +29,7 @@ from moe_rt.ops.late_weights import LateWeights
 _thread = threading.local()
 # Over 1 Gbit/s chunks gained from this many bytes of a rank's rows on, if experts had at least as many rows as they are
 # wide: each further chunk reads all weights again (docs/howto/overlap.md).
-_BYTES_THAT_GAIN, _CHUNKS_THAT_GAIN = 2 << 20, 3
+_BYTES_THAT_GAIN, _CHUNKS_THAT_GAIN = 4 << 20, 3
 
 
 def half_way() -> None:

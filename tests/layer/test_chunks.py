@@ -137,7 +137,7 @@ def test_wrong_numbers(wrong: Any) -> None:
 
 def test_auto_depends_on_what_all_ranks_share() -> None:
     """It is 1 unless rows travel between the halves, and are many for the experts' width."""
-    sizes = {"num_ranks": 2, "num_topk": 2, "num_experts": 8, "hidden": 1024, "dtype": torch.float32}
+    sizes = {"num_ranks": 2, "num_topk": 2, "num_experts": 8, "hidden": 2048, "dtype": torch.float32}
     spec = SimpleNamespace(num_max_tokens_per_rank=512, **sizes)
     buffer: Any = SimpleNamespace(num_ranks=2, heap="ucx", route="flat", spec=spec)
     assert chunks.number(7, buffer, 256) == 7
