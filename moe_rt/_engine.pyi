@@ -1,6 +1,7 @@
 from collections.abc import Sequence
 from typing import overload
 
+
 MAX_TOPK: int = 128
 
 ROW_ALIGN: int = 64
@@ -18,43 +19,39 @@ TAG_BITS: int = 28
 def elements() -> list[tuple[str, str]]: ...
 
 class Shape:
-    def __init__(
-        self,
-        *,
-        num_ranks: int,
-        num_experts: int,
-        num_max_tokens: int,
-        hidden: int,
-        num_topk: int,
-        elem_bytes: int,
-        by_token: bool,
-        alignment: int,
-        num_pushed_tokens: int,
-        num_pushed_rows: int,
-        sums: int,
-        depth: int,
-        node_of: Sequence[int],
-    ) -> None: ...
+    def __init__(self, *, num_ranks: int, num_experts: int, num_max_tokens: int, hidden: int, num_topk: int, elem_bytes: int, by_token: bool, alignment: int, num_pushed_tokens: int, num_pushed_rows: int, sums: int, depth: int, node_of: Sequence[int]) -> None: ...
+
     def row_bytes(self) -> int: ...
+
     def tokens_at(self, window: int) -> int: ...
+
     def staged_at(self, client_index: int) -> int: ...
+
     def segment_bytes(self) -> int: ...
+
     def recv_plan_ints(self, num_local: int) -> int: ...
+
     def recv_ids_at(self, num_local: int) -> int: ...
 
 class Status:
     @property
     def code(self) -> int: ...
+
     @property
     def op(self) -> int: ...
+
     @property
     def phase(self) -> int: ...
+
     @property
     def peer(self) -> int: ...
+
     @property
     def seq(self) -> int: ...
+
     @property
     def got(self) -> int: ...
+
     @property
     def expected(self) -> int: ...
 
@@ -65,189 +62,192 @@ MOST_LAST_WORDS: int = 504
 class SegmentHeader:
     @property
     def rank(self) -> int: ...
+
     @property
     def num_ranks(self) -> int: ...
+
     @property
     def num_experts(self) -> int: ...
+
     @property
     def num_max_tokens(self) -> int: ...
+
     @property
     def hidden(self) -> int: ...
+
     @property
     def num_topk(self) -> int: ...
+
     @property
     def elem_bytes(self) -> int: ...
+
     @property
     def config(self) -> int: ...
+
     @property
     def poison(self) -> int: ...
+
     @property
     def mailboxes(self) -> int: ...
+
     @property
     def members(self) -> int: ...
+
     @property
     def op_records(self) -> int: ...
+
     @property
     def last_words(self) -> int: ...
+
     @property
     def num_nodes(self) -> int: ...
 
 class OpRecord:
     @property
     def number(self) -> int: ...
+
     @property
     def seq(self) -> int: ...
+
     @property
     def op(self) -> int: ...
+
     @property
     def code(self) -> int: ...
+
     @property
     def tag(self) -> int: ...
+
     @property
     def num_tokens(self) -> int: ...
+
     @property
     def start_ns(self) -> int: ...
+
     @property
     def announced_ns(self) -> int: ...
+
     @property
     def arrived_ns(self) -> int: ...
+
     @property
     def end_ns(self) -> int: ...
+
     @property
     def longest_ns(self) -> int: ...
+
     @property
     def longest_peer(self) -> int: ...
+
     @property
     def handle_seq(self) -> int: ...
 
 class SegmentReport:
     @property
     def header(self) -> SegmentHeader: ...
+
     @property
     def poison(self) -> Status: ...
+
     @property
     def announced(self) -> tuple[list[int], list[int]]: ...
+
     @property
     def closed_to(self) -> list[bool]: ...
+
     @property
     def members(self) -> list[tuple[int, int]]: ...
+
     @property
     def nodes(self) -> list[int]: ...
+
     @property
     def announcers(self) -> tuple[list[int], list[int]]: ...
+
     @property
     def clients(self) -> list[int]: ...
+
     @property
     def op_records(self) -> list[OpRecord]: ...
+
     @property
     def num_torn(self) -> int: ...
+
     @property
     def last_words(self) -> bytes: ...
 
 def read_segment(holder: object) -> SegmentReport: ...
-def write_segment_header(
-    *, segment: int, shape: Shape, rank: int, config_hash: int, members: Sequence[tuple[int, int]], nodes: Sequence[int]
-) -> None: ...
+
+def write_segment_header(*, segment: int, shape: Shape, rank: int, config_hash: int, members: Sequence[tuple[int, int]], nodes: Sequence[int]) -> None: ...
 
 ANY_CAPACITY: int = -1
 
 class ScaledArgs:
-    def __init__(
-        self, *, row_format: int, scales: int, recv_scales: int, code_bytes: int, scale_bytes: int
-    ) -> None: ...
+    def __init__(self, *, row_format: int, scales: int, recv_scales: int, code_bytes: int, scale_bytes: int) -> None: ...
+
     @property
     def address(self) -> int: ...
 
 class DispatchArgs:
-    def __init__(
-        self,
-        *,
-        x: int,
-        topk_idx: int,
-        idx_bytes: int,
-        topk_weights: int,
-        num_tokens: int,
-        max_tokens: int,
-        capacity: int,
-        recv_x: int,
-        recv_weights: int,
-        offs: int,
-        recv_plan: int,
-        send_plan: int,
-    ) -> None: ...
+    def __init__(self, *, x: int, topk_idx: int, idx_bytes: int, topk_weights: int, num_tokens: int, max_tokens: int, capacity: int, recv_x: int, recv_weights: int, offs: int, recv_plan: int, send_plan: int) -> None: ...
+
     @property
     def address(self) -> int: ...
+
     @property
     def num_tokens(self) -> int: ...
+
     @property
     def scaled(self) -> ScaledArgs: ...
+
     @scaled.setter
     def scaled(self, arg: ScaledArgs, /) -> None: ...
+
     @property
     def expert_rows(self) -> int: ...
+
     @expert_rows.setter
     def expert_rows(self, arg: int, /) -> None: ...
 
 class CombineArgs:
-    def __init__(
-        self,
-        *,
-        op: int,
-        y: int,
-        recv_weights: int,
-        grad_recv_weights: int,
-        num_rows: int,
-        capacity: int,
-        recv_plan: int,
-        send_plan: int,
-        num_tokens: int,
-        out: int,
-        grad_topk_weights: int,
-    ) -> None: ...
+    def __init__(self, *, op: int, y: int, recv_weights: int, grad_recv_weights: int, num_rows: int, capacity: int, recv_plan: int, send_plan: int, num_tokens: int, out: int, grad_topk_weights: int) -> None: ...
+
     @property
     def address(self) -> int: ...
+
     @property
     def num_tokens(self) -> int: ...
+
     @property
     def topk_weights(self) -> int: ...
+
     @topk_weights.setter
     def topk_weights(self, arg: int, /) -> None: ...
 
 class CombineBackwardArgs:
-    def __init__(
-        self,
-        *,
-        grad_out: int,
-        num_tokens: int,
-        y: int,
-        recv_weights: int,
-        num_rows: int,
-        capacity: int,
-        recv_plan: int,
-        grad_y: int,
-        grad_recv_weights: int,
-    ) -> None: ...
+    def __init__(self, *, grad_out: int, num_tokens: int, y: int, recv_weights: int, num_rows: int, capacity: int, recv_plan: int, grad_y: int, grad_recv_weights: int) -> None: ...
+
     @property
     def address(self) -> int: ...
+
     @property
     def num_tokens(self) -> int: ...
 
 class EndArgs:
     def __init__(self, *, code: int) -> None: ...
+
     @property
     def address(self) -> int: ...
 
 class SwigluArgs:
-    def __init__(
-        self, *, gate_up: int, offs: int, num_local: int, num_rows: int, intermediate: int, out: int
-    ) -> None: ...
+    def __init__(self, *, gate_up: int, offs: int, num_local: int, num_rows: int, intermediate: int, out: int) -> None: ...
+
     @property
     def address(self) -> int: ...
 
 class SwigluBackwardArgs:
-    def __init__(
-        self, *, grad: int, gate_up: int, offs: int, num_local: int, num_rows: int, intermediate: int, grad_gate_up: int
-    ) -> None: ...
+    def __init__(self, *, grad: int, gate_up: int, offs: int, num_local: int, num_rows: int, intermediate: int, grad_gate_up: int) -> None: ...
+
     @property
     def address(self) -> int: ...
 
@@ -265,28 +265,13 @@ class RecvPlan:
 class Nodes:
     @overload
     def __init__(self) -> None: ...
+
     @overload
-    def __init__(
-        self, *, own: int, num_clients: int, node_of: int, proxy_of: int, client_index: int, clients: int, proxy_on: int
-    ) -> None: ...
+    def __init__(self, *, own: int, num_clients: int, node_of: int, proxy_of: int, client_index: int, clients: int, proxy_on: int) -> None: ...
 
 class World:
-    def __init__(
-        self,
-        *,
-        shape: Shape,
-        channel: int,
-        rank: int,
-        config_hash: int,
-        position: int,
-        owner: int,
-        rank_first: int,
-        entries: int,
-        base: int,
-        mirror: int,
-        nodes: Nodes,
-        plan_mark: int,
-    ) -> None: ...
+    def __init__(self, *, shape: Shape, channel: int, rank: int, config_hash: int, position: int, owner: int, rank_first: int, entries: int, base: int, mirror: int, nodes: Nodes, plan_mark: int) -> None: ...
+
     @property
     def address(self) -> int: ...
 
@@ -294,43 +279,58 @@ def new_plan_mark() -> int: ...
 
 class Control:
     def __init__(self, *, state: int, record: int, timeout_ns: int, tag: int, may_overflow: int) -> None: ...
+
     @property
     def address(self) -> int: ...
+
     @property
     def tag(self) -> int: ...
+
     @tag.setter
     def tag(self, arg: int, /) -> None: ...
 
 class PlacementTables:
     def __init__(self, expert_rank: Sequence[int], num_ranks: int) -> None: ...
+
     @property
     def position(self) -> list[int]: ...
+
     @property
     def owner(self) -> list[int]: ...
+
     @property
     def rank_first(self) -> list[int]: ...
+
     @property
     def entries(self) -> list[int]: ...
 
 class NodeTables:
     def __init__(self, node_of: Sequence[int], rank: int) -> None: ...
+
     @property
     def clients(self) -> list[int]: ...
+
     @property
     def proxies(self) -> list[int]: ...
+
     @property
     def client_index(self) -> list[int]: ...
+
     @property
     def proxy_on(self) -> list[int]: ...
 
 class RingMemory:
     def __init__(self, *, scratch_bytes: int, block_bytes: int, warps: int, num_topk: int) -> None: ...
+
     @property
     def at(self) -> int: ...
+
     @property
     def bytes(self) -> int: ...
+
     @property
     def piece(self) -> int: ...
+
     @property
     def address(self) -> int: ...
 
@@ -341,21 +341,18 @@ MAX_SCRATCH_BYTES: int = 49088
 WHOLE_TOKENS: int = 2
 
 def whole_tokens(shape: Shape) -> int: ...
+
 def scratch_bytes(shape: Shape, expert_rank: Sequence[int], rank: int, threads: int) -> int: ...
 
 class WindowSelector:
     def __init__(self) -> None: ...
+
     def next(self, op: int) -> int: ...
+
     def take(self, op: int) -> int: ...
 
-def launch(
-    launch_kernel: int,
-    launch_kernel_ex: int,
-    grids: Sequence[tuple[int, int, int]],
-    threads: int,
-    stream: int,
-    params: int,
-) -> tuple[int, int]: ...
+def launch(launch_kernel: int, launch_kernel_ex: int, grids: Sequence[tuple[int, int, int]], threads: int, stream: int, params: int) -> tuple[int, int]: ...
+
 def device_state() -> bytes: ...
 
 HOST_RECORD_BYTES: int = 48
@@ -363,23 +360,28 @@ HOST_RECORD_BYTES: int = 48
 def reported(record: int) -> Status | None: ...
 
 class Links:
-    def __init__(
-        self, *, segment: int = 0, outbox: int = 0, staging: int = 0, warp_bytes: int = 0, segments: int = 0
-    ) -> None: ...
+    def __init__(self, *, segment: int = 0, outbox: int = 0, staging: int = 0, warp_bytes: int = 0, segments: int = 0) -> None: ...
+
     def over_gin(self, *, communicator: int, segment_window: int, memory_window: int, segment_bytes: int) -> None: ...
+
     @property
     def address(self) -> int: ...
 
 class NetworkLayout:
     def __init__(self, shape: Shape, num_warps: int) -> None: ...
+
     @property
     def staging(self) -> int: ...
+
     @property
     def warp_bytes(self) -> int: ...
+
     @property
     def mirrors(self) -> int: ...
+
     @property
     def mirror_bytes(self) -> int: ...
+
     @property
     def bytes(self) -> int: ...
 
@@ -396,137 +398,126 @@ class MappedNetwork(Network):
 
 class UcxNetwork(Network):
     def __init__(self, *, library: str, descriptor: int, shape: Shape, rank: int) -> None: ...
+
     def address(self) -> bytes: ...
+
     def secret(self) -> int: ...
+
     def connect(self, *, peer: int, address: bytes, secret: int) -> None: ...
+
     def flushed(self, peer: int) -> bool: ...
+
     def lost(self, peer: int) -> bool: ...
+
     def problem(self, peer: int) -> str: ...
 
 def ucx_version(library: str) -> str: ...
+
 def await_networks(seconds: float) -> None: ...
 
 class Fault:
     def __init__(self, *, at: int, action: int, op: int, seconds: float) -> None: ...
+
     @property
     def at(self) -> int: ...
+
     def strike(self) -> bool: ...
 
 class TensorReader:
-    def __init__(
-        self,
-        *,
-        tensor: object,
-        shape: Shape,
-        elem: int,
-        plan_ints: int,
-        on_cuda: bool,
-        device_index: int,
-        vector_bytes: int,
-    ) -> None: ...
+    def __init__(self, *, tensor: object, shape: Shape, elem: int, plan_ints: int, on_cuda: bool, device_index: int, vector_bytes: int) -> None: ...
+
     def avoid(self, *, begin: int, end: int) -> None: ...
+
     def dispatch(self, x: object, topk_idx: object, topk_weights: object, /) -> int: ...
-    def combine(
-        self, y: object, recv_weights: object | None, recv_plan: object, send_plan: object, /
-    ) -> tuple[int, int, int] | None: ...
+
+    def combine(self, y: object, recv_weights: object | None, recv_plan: object, send_plan: object, /) -> tuple[int, int, int] | None: ...
 
 class StreamFrom:
     @property
     def published(self) -> int: ...
+
     @property
     def received(self) -> int: ...
+
     @property
     def pushed(self) -> int: ...
+
     @property
     def combined(self) -> int: ...
 
 class Engine:
-    def __init__(
-        self,
-        *,
-        shape: Shape,
-        elem: int,
-        rank: int,
-        config_hash: int,
-        expert_rank: Sequence[int],
-        node_of: Sequence[int],
-        segments: Sequence[int],
-        watches: Sequence[int],
-        timeout_s: float,
-        dispatch_codec: int,
-        combine_codec: int,
-        drop_overflow: bool,
-        num_lanes: int,
-        isa: str,
-        fault: Fault,
-        cache_bytes: int,
-        near_ns: float,
-        stream_shares: tuple[float, float, float, float] | None,
-        num_cores: int,
-        network: Network | None,
-    ) -> None: ...
+    def __init__(self, *, shape: Shape, elem: int, rank: int, config_hash: int, expert_rank: Sequence[int], node_of: Sequence[int], segments: Sequence[int], watches: Sequence[int], timeout_s: float, dispatch_codec: int, combine_codec: int, drop_overflow: bool, num_lanes: int, isa: str, fault: Fault, cache_bytes: int, near_ns: float, stream_shares: tuple[float, float, float, float] | None, num_cores: int, network: Network | None) -> None: ...
+
     def dispatch(self, args: DispatchArgs, tag: int, /) -> Status | None: ...
+
     def combine(self, args: CombineArgs, tag: int, /) -> Status | None: ...
+
     def combine_backward(self, args: CombineBackwardArgs, tag: int, /) -> Status | None: ...
+
     def refuse(self, *, op: int, code: int, got: int, expected: int, tag: int) -> Status: ...
+
     @overload
     def begin(self, args: DispatchArgs, tag: int, /) -> Status | None: ...
+
     @overload
     def begin(self, args: CombineArgs, tag: int, /) -> Status | None: ...
+
     @overload
     def begin(self, args: CombineBackwardArgs, tag: int, /) -> Status | None: ...
+
     @overload
     def finish(self, args: DispatchArgs, tag: int, /) -> Status | None: ...
+
     @overload
     def finish(self, args: CombineArgs, tag: int, /) -> Status | None: ...
+
     @overload
     def finish(self, args: CombineBackwardArgs, tag: int, /) -> Status | None: ...
+
     def leave_words(self, text: bytes) -> None: ...
+
     def remote_last_words(self, peer: int) -> bytes: ...
+
     def poison(self, *, code: int, peer: int) -> None: ...
+
     def needed_rows(self) -> int: ...
+
     def next_token_window(self) -> int: ...
+
     def health(self) -> Status: ...
+
     def op_record(self) -> OpRecord: ...
+
     def arrival_ns(self) -> list[int]: ...
+
     def line_latency_ns(self) -> list[float]: ...
+
     def waited_ns(self) -> list[int]: ...
+
     def stream_from(self) -> StreamFrom: ...
+
     def close(self) -> bool: ...
 
 def has_ended(descriptor: int) -> bool: ...
+
 def process_state(descriptor: int) -> str: ...
-def weighted_sum(
-    isa: str, elem: int, dst: int, srcs: Sequence[int], weights: Sequence[float], hidden: int, stream: bool
-) -> None: ...
+
+def weighted_sum(isa: str, elem: int, dst: int, srcs: Sequence[int], weights: Sequence[float], hidden: int, stream: bool) -> None: ...
+
 def isas() -> list[str]: ...
-def count_routing(
-    topk_idx: int,
-    num_tokens: int,
-    num_topk: int,
-    num_experts: int,
-    num_ranks: int,
-    per_rank: int,
-    per_expert: int,
-    in_rank: int,
-) -> bool: ...
-def counts_differ(
-    topk_idx: int,
-    num_tokens: int,
-    num_topk: int,
-    num_experts: int,
-    num_ranks: int,
-    per_rank: int,
-    per_expert: int,
-    in_rank: int,
-) -> bool: ...
+
+def count_routing(topk_idx: int, num_tokens: int, num_topk: int, num_experts: int, num_ranks: int, per_rank: int, per_expert: int, in_rank: int) -> bool: ...
+
+def counts_differ(topk_idx: int, num_tokens: int, num_topk: int, num_experts: int, num_ranks: int, per_rank: int, per_expert: int, in_rank: int) -> bool: ...
+
 def names_twice(topk_idx: int, num_tokens: int, num_topk: int) -> bool: ...
+
 def widen_ids(ids: int, num_entries: int, num_local: int, alignment: int, out: int) -> list[int]: ...
+
 def describe_rows(recv_plan: int, shape: Shape, num_local: int, expert_rows: int, tokens: int, ranges: int) -> None: ...
+
 def source_ranks(offs: int, num_ranks: int, num_rows: int, out: int) -> None: ...
-def add_weights(
-    rows: int, wide: int, offs: int, in_rank: int, num_tokens: int, num_ranks: int, num_topk: int, out: int
-) -> None: ...
-def put_in_columns(
-    recv_plan: int, shape: Shape, num_local: int, expert_rows: int, scales: int, columns: int, words: int
-) -> None: ...
+
+def add_weights(rows: int, wide: int, offs: int, in_rank: int, num_tokens: int, num_ranks: int, num_topk: int, out: int) -> None: ...
+
+def put_in_columns(recv_plan: int, shape: Shape, num_local: int, expert_rows: int, scales: int, columns: int, words: int) -> None: ...

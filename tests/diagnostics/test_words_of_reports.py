@@ -164,17 +164,14 @@ def test_phases_follow_from_times(times: tuple[int, int, int], phase: str) -> No
     ],
 )
 def test_who_is_missing(code: Code, announced_ns: int, arrived_ns: int, end_ns: int, expected: list[int]) -> None:
-    last = SimpleNamespace(
-        op=int(Op.DISPATCH), seq=5, code=int(code), announced_ns=announced_ns, arrived_ns=arrived_ns, end_ns=end_ns
-    )
+    status = code.name.lower() if end_ns else ""
+    last = op(5, status=status, announced_ns=announced_ns, arrived_ns=arrived_ns, end_ns=end_ns)
     segment: Any = SimpleNamespace(
-        op_records=[SimpleNamespace(), last],
         announced=[[4, 5, 6, 0, 4], [9] * 5],
         announcers=[[0, 1, 2, 3, 3], [4] * 5],
     )
-    assert collect._missing(segment) == expected
-    segment.op_records = []
-    assert collect._missing(segment) == []
+    assert collect._missing(segment, [op(4), last]) == expected
+    assert collect._missing(segment, []) == []
 
 
 def test_poison() -> None:

@@ -92,7 +92,7 @@ def test_the_process_of_a_place_is_a_number(pid: Any) -> None:
 FIELDS = (
     *("topology", "placement", "num_max_tokens_per_rank", "hidden", "num_topk", "num_experts", "dtype", "version"),
     *("capacity_factor", "overflow", "dispatch_dtype", "combine_dtype", "layout", "expert_alignment", "route"),
-    "sums",
+    *("sums", "depth"),
     *("tuning.pushed_tokens", "tuning.pushed_rows", "tuning.pushed_bytes", "tuning.network_threads"),
 )
 
