@@ -123,6 +123,12 @@ def test_switches_of_the_engine_fit_together() -> None:
         assert all(f'moe_rt_mutant("{m.name}")' in text for m in here)
 
 
+def test_no_change_of_the_engine_lacks_its_switch() -> None:
+    """Tests of the conformance suite run the engine as it was built: they would not see a changed source."""
+    without = [m for m in MUTANTS if m.file.startswith("cuda/") and not m.kind]
+    assert [m.name for m in without if any(t.startswith("tests/conformance/") for t in m.tests)] == []
+
+
 def test_a_switch_keeps_both() -> None:
     fields = dict(says="It adds.", file="a.h", find="a - b", replace="a + b", tests=["tests/test_a.py"])
     expression = tool.as_mutant("cuda.host", "adds", {**fields, "kind": "expression"})
