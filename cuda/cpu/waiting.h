@@ -25,8 +25,9 @@ class HostIdle {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // `number` is the op's, for a message; `seq` holds this rank's sequence numbers per kind. `interrupted` may be null; it returns true if a signal ends this
-  // wait. `network` is driven by this wait if some peer is reached through one; else nullptr.
+  // `number` is the op's, for a message; `seq` holds this rank's sequence numbers per kind. `interrupted` may be null;
+  // it returns true if a signal ends this wait. `network` is driven by this wait if some peer is reached through one;
+  // else nullptr.
   HostIdle(const World& world, Op op, uint64_t number, const uint64_t* seq, double timeout_s, bool oversubscribed,
            bool (*interrupted)(), Network* network = nullptr)
       : world_(world),

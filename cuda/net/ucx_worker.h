@@ -239,8 +239,8 @@ class UcxWorker {
   }
 
   // True if no peer reads this segment any more, and all have received this rank's messages. A peer that has closed, or
-  // has announced a later op of a channel, has read everything that this rank announced there. Once the group has ended, peers read only
-  // last words.
+  // has announced a later op of a channel, has read everything that this rank announced there. Once the group has ended,
+  // peers read only last words.
   bool everyone_is_done() const {
     const bool over = load_acquire(*reinterpret_cast<const uint64_t*>(segment_ + layout_.poison)) != 0;
     if (over && Clock::now() > left_ + kLastWords) return true;

@@ -1,5 +1,6 @@
 // Part of moe_rt._engine that counts for moe_rt.compat: tokens and entries of a routing, the received rows of a
-// plan, and weights that return. Tensors are passed as addresses of contiguous memory; the caller has checked their shapes.
+// plan, and weights that return. Tensors are passed as addresses of contiguous memory; the caller has checked their
+// shapes.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 
@@ -140,8 +141,8 @@ void source_ranks(Address offs, int32_t num_ranks, int64_t n, Address out) {
   std::fill(at<int64_t>(out) + row, at<int64_t>(out) + n, -1);
 }
 
-// Writes out [T][K]: the sum, in rank order, of the weights that each rank returned for the token. Rows [offs[R - 1]][wide]
-// follow each other by rank, then by token; in_rank [T][R] says which tokens a rank returns.
+// Writes out [T][K]: the sum, in rank order, of the weights that each rank returned for the token. Rows
+// [offs[R - 1]][wide] follow each other by rank, then by token; in_rank [T][R] says which tokens a rank returns.
 void add_weights(Address rows, int64_t wide, Address offs, Address in_rank, int64_t num_tokens, int32_t num_ranks,
                  int64_t num_topk, Address out) {
   std::fill_n(at<float>(out), num_tokens * num_topk, 0.0f);

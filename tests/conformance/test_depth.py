@@ -12,13 +12,13 @@ import pytest
 import torch
 from conftest import CPU_HEAPS, HEAPS
 from support.ranks import Ranks
-from support.rounds import one_round
+from support.rounds import one_round, outcome
 from support.routing import buffer_kwargs, make_inputs, make_spec
 from torch import Tensor
 
 from moe_rt import Buffer, ThreadGroup
 from moe_rt.buffer.pending import Pending
-from moe_rt.errors import ConfigMismatch, GroupClosed, InvalidConfig, InvalidInput, MoeRtError, Op
+from moe_rt.errors import ConfigMismatch, GroupClosed, InvalidConfig, InvalidInput, Op
 
 MakeRanks = Callable[[str, int], Ranks]
 STEPS = ("dispatch", "combine", "combine_backward", "dispatch_backward")
@@ -131,15 +131,6 @@ def test_chain(make_ranks: MakeRanks, heap: str, size: int, depth: int) -> None:
 @pytest.mark.parametrize("heap", CPU_HEAPS)
 def test_long_chains(make_ranks: MakeRanks, heap: str, seed: int) -> None:
     make_ranks(heap, 3).run(random_chain, 5000, seed, 2 + seed % 3)
-
-
-def outcome(call: Callable[[], Any]) -> tuple[str, str]:
-    """Return the type and text of the error that a call raises, or empty ones."""
-    try:
-        call()
-    except MoeRtError as error:
-        return type(error).__name__, str(error)
-    return "", ""
 
 
 class Case:

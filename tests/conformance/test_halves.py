@@ -16,13 +16,13 @@ import torch
 from conftest import HEAPS
 from support.halves import halve
 from support.ranks import Ranks
-from support.rounds import CPU, one_round
+from support.rounds import CPU, one_round, outcome
 from support.routing import buffer_kwargs, make_inputs, make_spec
 
 from moe_rt import Buffer
 from moe_rt.buffer.pending import Pending
 from moe_rt.config.spec import BufferSpec
-from moe_rt.errors import GroupClosed, InvalidInput, InvalidRouting, MoeRtError
+from moe_rt.errors import GroupClosed, InvalidInput, InvalidRouting
 from moe_rt.lab.testing.rounds import expect, play
 
 MakeRanks = Callable[[str, int], Ranks]
@@ -84,15 +84,6 @@ class TestHeap:
 @pytest.mark.parametrize("heap", HEAPS)
 def test_chain(make_ranks: MakeRanks, heap: str) -> None:
     make_ranks(heap, 3).run(chain_in_halves, 60 if heap != "loopback" else 4, 1)
-
-
-def outcome(call: Callable[[], Any]) -> tuple[str, str]:
-    """Return the type and text of the error that a call raises, or empty ones."""
-    try:
-        call()
-    except MoeRtError as error:
-        return type(error).__name__, str(error)
-    return "", ""
 
 
 class Case:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,19 @@ KINDS = ["plain", "shared", "biases", "split", "transposed", "frozen experts", "
 KINDS += ["no input gradient", "no tokens", "one token", "one per chunk", "autocast", "checkpoint", "reentrant", "lora"]
 KINDS += ["other experts", "hooks", "no_grad"]
 DEPENDENT = {"autocast", "lora", "split"}  # whose rows depend on each other's number
+
+
+@pytest.mark.parametrize("num_chunks", [2, 3, 5])
+def test_bounds_of_chunks(num_chunks: int) -> None:
+    """Every batch fits into the bounds of its chunks, and these exceed the whole's by rounding only."""
+    for most in range(1, 60):
+        bounds = [chunks._size(most, i, num_chunks) for i in range(num_chunks)]
+        for num_tokens in range(most + 1):
+            ends = chunks._ends(num_tokens, num_chunks)
+            sizes = [end - start for start, end in itertools.pairwise(ends)]
+            assert (len(sizes), sum(sizes)) == (num_chunks, num_tokens)
+            assert all(0 <= size <= bound for size, bound in zip(sizes, bounds, strict=True))
+        assert sum(bounds) < most + num_chunks
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from support.routing import Inputs, buffer_kwargs, make_inputs, make_spec
 
 from moe_rt import Buffer
 from moe_rt.config.spec import BufferSpec
+from moe_rt.errors import MoeRtError
 from moe_rt.lab.testing.rounds import expect, play
 
 CPU = torch.device("cpu")
@@ -55,3 +57,12 @@ def chain(group: Any, pairs: int, route: str = "auto") -> int:
                 time.sleep(pace.random() * 0.01)
         one_round(buffer, make_inputs(spec, [12, 0, 7], seed=5), seed=5)
     return pairs
+
+
+def outcome(call: Callable[[], Any]) -> tuple[str, str]:
+    """Return the type and text of the error that a call raises, or empty ones."""
+    try:
+        call()
+    except MoeRtError as error:
+        return type(error).__name__, str(error)
+    return "", ""
