@@ -255,8 +255,13 @@ def other_order(group: Any, kinds: str) -> str:
         "combine": lambda: case.buffer.combine(recv_x, recv_weights, handle, wait=False),
     }
     names = kinds.split(", ")
-    first, second = (begins[name]() for name in (names if case.rank == 0 else names[::-1]))
-    found = outcome(second.wait)[0] or outcome(first.wait)[0] or outcome(case.whole)[0]
+
+    def all_calls() -> None:
+        first, second = (begins[name]() for name in (names if case.rank == 0 else names[::-1]))
+        for call in (second.wait, first.wait, case.whole):
+            call()
+
+    found = outcome(all_calls)[0]  # each call may be the first to see that the peer has failed
     case.buffer.close()
     return found
 
