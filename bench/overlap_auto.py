@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 bench/overlap_auto.py
 
 Between emulated nodes it runs as bench/overlap.py does. *skew* is the load of the fullest expert over the mean. *loss*
-is how much longer a step of auto's number of chunks takes than the best one, and *noise* how much two runs of that
-number differ. The last line is one JSON document.
+is how much longer a step of auto's number of chunks takes than the best other one, and *noise* how much two runs of
+auto's number differ. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ def measure(tokens: int, skew: float, numbers: list[int], budget_s: float, sizes
     *of_numbers, auto = (times / dist.get_world_size()).tolist()
     ms = dict(zip(numbers, of_numbers, strict=True))
     layer.buffer.close()
-    equal = (ms[chosen], auto)
+    equal, others = (ms[chosen], auto), (t for n, t in ms.items() if n != chosen)
     return {
         "tokens": tokens,
         "skew": skew,
         "auto": chosen,
         "ms": {n: round(t, 3) for n, t in ms.items()},
-        "loss": round(sum(equal) / 2 / min(*ms.values(), sum(equal) / 2) - 1, 4),
+        "loss": round(max(0.0, sum(equal) / 2 / min(others) - 1), 4),
         "noise": round(max(equal) / min(equal) - 1, 4),
     }
 
