@@ -227,6 +227,7 @@ class Engine(Halves):
             grad_topk_weights=0,
         )
         if topk_weights is not None:
+            topk_weights = self._input(topk_weights)
             args.topk_weights = topk_weights.data_ptr()
         self._run(Op.COMBINE, args, tag) if start is None else start(args, tag, *given, topk_weights)
         if out is None:

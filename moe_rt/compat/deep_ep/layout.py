@@ -129,7 +129,7 @@ def ids_equal(copy: bytes | Tensor, topk_idx: Tensor) -> bool:
     """True if a contiguous routing of as many tokens and entries is the copied one."""
     if isinstance(copy, bytes):
         return topk_idx.is_cpu and _engine.ids_equal(copy, topk_idx.data_ptr())
-    return torch.equal(copy, topk_idx)
+    return topk_idx.device == copy.device and torch.equal(copy, topk_idx)
 
 
 def names_others(copy: bytes | Tensor, topk_idx: Tensor) -> bool:

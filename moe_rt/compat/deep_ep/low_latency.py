@@ -278,9 +278,10 @@ class LowLatency:
             return invalid(self.rank, "x", spelled(x), "contiguous bfloat16 [T, H]")
         if (
             not isinstance(topk_idx, Tensor) or topk_idx.dtype is not torch.int64 or topk_idx.dim() != 2
-            or topk_idx.shape[0] != x.shape[0] or not topk_idx.is_contiguous()
+            or topk_idx.shape[0] != x.shape[0] or not topk_idx.is_contiguous() or topk_idx.device != x.device
         ):  # fmt: skip
-            return invalid(self.rank, "topk_idx", spelled(topk_idx), f"contiguous int64 {[x.shape[0], 'K']}")
+            expected = f"contiguous int64 [{x.shape[0]}, K] on {x.device}"
+            return invalid(self.rank, "topk_idx", spelled(topk_idx), expected)
         return None
 
     def _size(
@@ -317,10 +318,10 @@ class LowLatency:
         if x.shape[0] > most:
             message = f"x: got {x.shape[0]} tokens, expected at most num_max_dispatch_tokens_per_rank = {most}"
             return TooManyTokens(f"rank {self.rank}: {message}", rank=self.rank)
-        if stats is not None and (stats.dtype is not torch.int32 or stats.shape != size.shape[:1]):
-            expected = f"int32 {[size.shape[0]]}"
-            return invalid(self.rank, "cumulative_local_expert_recv_stats", spelled(stats), expected)
-        return None
+        if stats is None or (stats.dtype is torch.int32 and stats.shape == size.shape[:1] and stats.device == x.device):
+            return None
+        expected = f"int32 {[size.shape[0]]} on {x.device}"
+        return invalid(self.rank, "cumulative_local_expert_recv_stats", spelled(stats), expected)
 
     def _unfit(
         self, x: Tensor, topk_idx: Tensor, same: bool, topk_weights: Tensor, handle: Any, zero_copy: bool,
@@ -337,17 +338,18 @@ class LowLatency:
             return invalid(
                 self.rank, "handle", "that of a low_latency_dispatch whose hook was never called", "its hook called"
             )
-        if error := wrong_tensor(self.rank, "x", x, torch.bfloat16, handle.size.shape):
+        plan = handle.plan.send_plan
+        if error := wrong_tensor(self.rank, "x", x, torch.bfloat16, handle.size.shape, plan):
             return error
         if zero_copy and handle.combine_buffer is None:
             return invalid(self.rank, "zero_copy", True, "rows in get_next_low_latency_combine_buffer(handle)")
-        shape = handle.plan.send_plan.shape
-        error = None if same else wrong_tensor(self.rank, "topk_idx", topk_idx, torch.int64, shape)
-        error = error or wrong_tensor(self.rank, "topk_weights", topk_weights, torch.float32, shape)
+        shape = plan.shape
+        error = None if same else wrong_tensor(self.rank, "topk_idx", topk_idx, torch.int64, shape, plan)
+        error = error or wrong_tensor(self.rank, "topk_weights", topk_weights, torch.float32, shape, plan)
         if error is None and not same and names_others(handle.ids, topk_idx):
             error = invalid(self.rank, "topk_idx", "other experts", "those of the dispatch, or -1")
         if error is None and out is not None:
-            error = wrong_tensor(self.rank, "out", out, torch.bfloat16, (shape[0], x.shape[2]))
+            error = wrong_tensor(self.rank, "out", out, torch.bfloat16, (shape[0], x.shape[2]), plan)
             if error is None and out.data_ptr() % _ALIGNED:
                 error = invalid(self.rank, "out", "an odd address", f"a multiple of {_ALIGNED}")
         return error
