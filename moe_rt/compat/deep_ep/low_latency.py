@@ -173,7 +173,7 @@ class LowLatency:
         self, handle: LowLatencyHandle, half: packed.Half, scales: Tensor | None, stats: Tensor | None,
         waits: Tensor | None, before: list[int],
     ) -> None:  # fmt: skip
-        """Write what a dispatch returns besides rows and counts, which are here."""
+        """Write the scales, statistics and handle of a dispatch whose rows and counts are here."""
         handle.describe()
         if scales is not None:
             put_in_columns(handle.buffer, handle.plan, half.outputs[-1], scales)
