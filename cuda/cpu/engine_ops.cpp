@@ -129,7 +129,7 @@ struct Engine::DispatchSteps {
     const int window = op.window;
     Blocks blocks = Blocks::view(engine.blocks_.data(), w().shape, w().num_local_experts());
     if (!index(coop, op.header.seq, window, blocks, status)) return;
-    write_index(coop, w(), op.number, a.num_tokens, a.capacity, blocks, a.offs, out.plan);
+    write_index(coop, w(), op.number, a.num_tokens, a.capacity, a.expert_rows, blocks, a.offs, out.plan);
     const int64_t num_rows = blocks.part_end(w(), w().num_parts() - 1), stream_from = engine.stream_from_.received;
     if (a.scaled.code_bytes) {
       take(coop, window, blocks, engine.scaled_rows(a.scaled, num_rows, stream_from));

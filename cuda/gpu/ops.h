@@ -214,7 +214,8 @@ struct Launch {
       return receive_nothing(a);
     }
     if (writes_index()) {
-      write_index(block, w, w.op_number(seq), a.num_tokens, a.capacity, blocks, a.offs, plan(a.recv_plan));
+      write_index(block, w, w.op_number(seq), a.num_tokens, a.capacity, a.expert_rows, blocks, a.offs,
+                  plan(a.recv_plan));
     }
     if (a.scaled.code_bytes) return take(a, seq, window, blocks, a.scaled);
     take(a, seq, window, blocks, dims.codec(Op::kDispatch));

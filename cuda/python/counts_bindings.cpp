@@ -2,10 +2,13 @@
 // plan, and weights that return. Tensors are passed as addresses of contiguous memory; the caller has checked their
 // shapes.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "../protocol/core/plan.h"
@@ -42,6 +45,17 @@ bool names_twice(Address ids, int64_t num_tokens, int32_t num_topk) {
     for (int32_t k = 1; k < num_topk; ++k) twice |= own[k] >= 0 && names(own, k, own[k]);
   }
   return twice;
+}
+
+// Returns a copy of the ids [T][K], or None if a token names an expert twice.
+std::optional<nb::bytes> copy_ids(Address ids, int64_t num_tokens, int32_t num_topk) {
+  if (names_twice(ids, num_tokens, num_topk)) return std::nullopt;
+  return nb::bytes(at<const void>(ids), num_tokens * num_topk * sizeof(int64_t));
+}
+
+// True if the ids, as many as were copied, are those of the copy.
+bool ids_equal(const nb::bytes& copy, Address ids) {
+  return std::memcmp(copy.data(), at<const void>(ids), copy.size()) == 0;
 }
 
 // Counts entries in [0, E). True if a token names an expert twice.
@@ -175,6 +189,8 @@ void bind_counts(nb::module_& m) {
   m.def("counts_differ", with_addresses(counts_differ), nb::arg("topk_idx"), nb::arg("num_tokens"), nb::arg("num_topk"),
         nb::arg("num_experts"), nb::arg("num_ranks"), nb::arg("per_rank"), nb::arg("per_expert"), nb::arg("in_rank"));
   m.def("names_twice", names_twice, nb::arg("topk_idx"), nb::arg("num_tokens"), nb::arg("num_topk"));
+  m.def("copy_ids", copy_ids, nb::arg("topk_idx"), nb::arg("num_tokens"), nb::arg("num_topk"));
+  m.def("ids_equal", ids_equal, nb::arg("copy"), nb::arg("topk_idx"));
   m.def("widen_ids", widen_ids, nb::arg("ids"), nb::arg("num_entries"), nb::arg("num_local"), nb::arg("alignment"),
         nb::arg("out"));
   m.def("describe_rows", describe_rows, nb::arg("recv_plan"), nb::arg("shape"), nb::arg("num_local"),

@@ -66,16 +66,19 @@ class TensorReader {
   }
 
   // Returns N, capacity and T of y [N, H], recv_weights [capacity], or [capacity, K] with RecvLayout::kTokens, or None,
-  // and a handle's plans. None if one of them is not plain.
+  // and a handle's plans. None if one of them is not plain. Rows of experts without weights, which the source applies,
+  // may be [L, N / L, H] as well.
   std::optional<std::tuple<int64_t, int64_t, int64_t>> combine(nb::handle y, nb::handle recv_weights,
                                                                nb::handle recv_plan, nb::handle send_plan) const {
     Found rows, weights, received, sent;
-    if (!input(y, rows) || !is_matrix(rows, rows_, shape_.hidden) || !lies_here(recv_plan, received) ||
-        received.dtype != kInt32 || received.ndim != 1 || received.shape[0] != plan_ints_ ||
-        !lies_here(send_plan, sent) || !is_matrix(sent, kInt32, shape_.num_topk)) {
+    if (!input(y, rows) || !lies_here(recv_plan, received) || received.dtype != kInt32 || received.ndim != 1 ||
+        received.shape[0] != plan_ints_ || !lies_here(send_plan, sent) || !is_matrix(sent, kInt32, shape_.num_topk)) {
       return std::nullopt;
     }
-    if (recv_weights.is_none()) return {{rows.shape[0], kAnyCapacity, sent.shape[0]}};
+    const bool padded = recv_weights.is_none() && !shape_.by_token() && rows.ndim == 3;
+    if (rows.dtype != rows_ || rows.ndim != 2 + padded || rows.shape[1 + padded] != shape_.hidden) return std::nullopt;
+    const int64_t num_rows = padded ? rows.shape[0] * rows.shape[1] : rows.shape[0];
+    if (recv_weights.is_none()) return {{num_rows, kAnyCapacity, sent.shape[0]}};
     if (!input(recv_weights, weights)) return std::nullopt;
     const bool fits = shape_.by_token() ? is_matrix(weights, weights_, shape_.num_topk)
                                         : weights.dtype == weights_ && weights.ndim == 1;

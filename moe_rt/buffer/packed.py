@@ -81,7 +81,7 @@ def combine(buffer: Buffer, y: Tensor, handle: Handle, topk_weights: Tensor, out
     """Return out [T, H]: the sum of each token's rows times topk_weights [T, K], in the order of topk_idx. Collective.
 
     Args:
-        y: [L * R * M, H], rows at the places of recv_x.
+        y: [L, R * M, H], rows at the places of recv_x.
         out: [T, H], written; None: a new tensor, which is the output.
     """
     given = y, None, handle.recv_plan, handle.send_plan, 0, out

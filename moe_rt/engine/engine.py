@@ -94,7 +94,7 @@ class Engine(Halves):
 
         If `scaled`, recv_x holds codes and recv_scales is returned last. x then holds codes if `scales` is given, and
         otherwise rows that travel as codes. With expert_rows = R * max_tokens, each expert has as many rows, of which
-        the last ones are unused.
+        the last ones are unused, and offs has the number of used ones.
         """
         if type(tag) is not int or not 0 <= tag < NUM_TAGS:
             self._refuse_input(Op.DISPATCH, 0, checks.tag_problem(tag))
@@ -197,7 +197,7 @@ class Engine(Halves):
     ) -> Tensor:  # fmt: skip
         """y [N, H], recv_weights [capacity] or None -> out [T, H]; N may be less than capacity.
 
-        topk_weights [T, K] take the place of recv_weights, with sums="invariant".
+        topk_weights [T, K] take the place of recv_weights, with sums="invariant"; y may then be [L, N / L, H].
         """
         plans = recv_plan, send_plan
         if topk_weights is None and (recv_weights is None) is not self.by_token:
@@ -227,6 +227,7 @@ class Engine(Halves):
             grad_topk_weights=0,
         )
         if topk_weights is not None:
+            topk_weights = self._input(topk_weights)
             args.topk_weights = topk_weights.data_ptr()
         self._run(Op.COMBINE, args, tag) if start is None else start(args, tag, *given, topk_weights)
         if out is None:
@@ -270,6 +271,8 @@ class Engine(Halves):
         if sizes is not None:
             return given, sizes
         rows, weights, recv_plan, send_plan = given
+        if weights is None and not self.by_token:
+            rows = rows.flatten(0, -2)
         self._check_plans(op, tag, recv_plan, send_plan)
         num_rows, capacity = self._check_rows(op, tag, names[0], rows, names[1], weights)
         if weights is not None:

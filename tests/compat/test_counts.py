@@ -54,6 +54,22 @@ def test_an_expert_named_twice() -> None:
     assert not layouts.repeats(ids)
 
 
+def test_a_copy_of_ids_is_compared_with_others() -> None:
+    ids = routing(9, 3, 8)
+    copy = layouts.copied_ids(ids)
+    assert isinstance(copy, bytes)
+    assert layouts.ids_equal(copy, ids)
+    fewer = ids.clone()
+    fewer[8, 2] = -1
+    assert not layouts.ids_equal(copy, fewer)
+    assert not layouts.names_others(copy, fewer)  # an entry that is left out names no other expert
+    fewer[8, 2] = ids[8, 2] + 1
+    assert layouts.names_others(copy, fewer)
+    ids[4, 2] = ids[4, 0] = 6
+    assert layouts.copied_ids(ids) is None
+    assert layouts.copied_ids(ids[:0]) == b""
+
+
 def test_ids_become_wide_and_are_counted() -> None:
     ids = torch.tensor([[0, -1], [2, 0], [-1, -1]], dtype=torch.int32)
     plan = torch.cat([torch.tensor([7, 7]), ids.flatten(), torch.tensor([1])]).int()

@@ -139,6 +139,25 @@ def test_an_entry_may_be_left_out_of_combine() -> None:
     on_ranks(job, work)
 
 
+def test_rows_and_weights_that_torch_negates_at_reading() -> None:
+    job = make_job(2, [8, 8], 128, 3, 4)
+
+    def work(buffer: deep_ep.Buffer, rank: int) -> None:
+        recv_x, _, handle, _, _ = dispatch(buffer, job, rank, use_fp8=False)
+        weights = job.topk_weights[rank]
+        right, _, _ = buffer.low_latency_combine(recv_x, job.topk_idx[rank], weights, handle)
+        negated = torch._neg_view(-recv_x), torch._neg_view(-weights)
+        for hook in (False, True):
+            out, _, receive = buffer.low_latency_combine(
+                negated[0], job.topk_idx[rank], negated[1], handle, return_recv_hook=hook
+            )
+            if hook:
+                receive()
+            assert torch.equal(out, right)
+
+    on_ranks(job, work)
+
+
 def test_a_hook_is_the_second_half() -> None:
     """An op with a hook returns before a peer calls it, and the caller may then write its inputs."""
     job = make_job(2, [8, 8], 128, 3, 4)

@@ -81,6 +81,17 @@ NORMAL: dict[str, tuple[dict[str, Any], str, type[MoeRtError]]] = {
     "no weights": ({"topk_weights": None}, "topk_weights", InvalidInput),
     "few worst tokens": ({"num_worst_tokens": 1}, "num_worst_tokens", InvalidInput),
     "large queues": ({"config": deep_ep.Config(2000, 6, 300_000)}, "num_nvl_bytes", InvalidInput),
+    "counts on another device": (
+        {"num_tokens_per_rank": torch.ones(2, dtype=torch.int32, device="meta")}, "num_tokens_per_rank", InvalidInput,
+    ),
+    "visits on another device": (
+        {"is_token_in_rank": torch.ones(20, 2, dtype=torch.bool, device="meta")}, "is_token_in_rank", InvalidInput,
+    ),
+    "weights on another device": ({"topk_weights": torch.ones(20, 3, device="meta")}, "topk_weights", InvalidInput),
+    "rows on another device": ({"x": JOB.x[WRONG].to("meta")}, "on meta", InvalidInput),
+    "scales on another device": (
+        {"x": (torch.zeros(20, 128, dtype=torch.uint8), torch.zeros(20, 1, device="meta"))}, "scales", InvalidInput,
+    ),
     "scales of float64": (
         {"x": (torch.zeros(20, 128, dtype=torch.float8_e4m3fn), torch.zeros(20, 1).double())}, "scales", InvalidInput,
     ),
@@ -135,12 +146,12 @@ def test_another_number_of_experts_on_a_rank(first: bool) -> None:
         assert f"rank {WRONG}" in str(error)
 
 
-@pytest.mark.parametrize("what", ["handle", "rows", "weights", "dtype", "bias"])
+@pytest.mark.parametrize("what", ["handle", "rows", "weights", "weights elsewhere", "dtype", "bias", "bias elsewhere"])
 def test_wrong_operands_of_combine(what: str) -> None:
     def work(buffer: deep_ep.Buffer, rank: int) -> None:
         recv_x, _, weights, _, handle, _ = dispatch(buffer, JOB, rank)
         arguments: dict[str, Any] = {"x": recv_x, "handle": handle, "topk_weights": weights}
-        if what == "bias":
+        if what.startswith("bias"):
             arguments["bias"] = JOB.x[rank]
         changes: dict[str, dict[str, Any]] = {
             "handle": {"handle": tuple(handle)},
@@ -148,9 +159,12 @@ def test_wrong_operands_of_combine(what: str) -> None:
             "weights": {"topk_weights": weights[1:]},
             "dtype": {"x": recv_x.float()},
             "bias": {"bias": torch.zeros(1, 128).bfloat16()},
+            "weights elsewhere": {"topk_weights": weights.to("meta")},
+            "bias elsewhere": {"bias": JOB.x[rank].to("meta")},
         }
         buffer.combine(**(arguments | (changes[what] if rank == WRONG else {})))
 
+    what = what.removesuffix(" elsewhere")
     name = {"rows": "x", "weights": "topk_weights", "dtype": "x"}.get(what, what)
     assert_named(raised(work), f"{name}: got")
 
@@ -197,6 +211,13 @@ LOW: dict[str, tuple[dict[str, Any], str]] = {
     "transposed ids": ({"topk_idx": JOB.topk_idx[WRONG].T.contiguous().T}, "topk_idx: got"),
     "a bound of another type": ({"num_max_dispatch_tokens_per_rank": 20.0}, "num_max_dispatch_tokens_per_rank: got"),
     "experts of another type": ({"num_experts": [4]}, "num_experts: got"),
+    "experts as a float": ({"num_experts": 4.0}, "num_experts: got"),
+    "ids on another device": ({"topk_idx": JOB.topk_idx[WRONG].to("meta")}, "topk_idx: got"),
+    "rows on another device": ({"x": JOB.x[WRONG].to("meta")}, "on meta"),
+    "statistics on another device": (
+        {"cumulative_local_expert_recv_stats": torch.zeros(2, dtype=torch.int32, device="meta")},
+        "cumulative_local_expert_recv_stats: got",
+    ),
     "exponents of bfloat16": ({"use_ue8m0": True}, "use_ue8m0: got"),
     "statistics": ({"cumulative_local_expert_recv_stats": torch.zeros(2)}, "cumulative_local_expert_recv_stats: got"),
     "waits": ({"dispatch_wait_recv_cost_stats": torch.zeros(2)}, "wait_recv_cost_stats: got"),
@@ -274,6 +295,20 @@ def test_a_hook_called_twice_and_one_left_at_the_end() -> None:
             low(buffer, group.rank)
 
     ThreadGroup.run(rank, 2, timeout_s=120)
+
+
+@pytest.mark.parametrize("what", ["topk_idx", "topk_weights", "x", "out"])
+def test_operands_of_low_latency_combine_on_another_device(what: str) -> None:
+    def work(buffer: deep_ep.Buffer, rank: int) -> None:
+        recv_x, _, handle, _, _ = low(buffer, rank)
+        arguments: dict[str, Any] = {
+            "x": recv_x, "topk_idx": JOB.topk_idx[rank], "topk_weights": JOB.topk_weights[rank], "handle": handle,
+            "out": torch.empty_like(JOB.x[rank]),
+        }  # fmt: skip
+        changed = {what: arguments[what].to("meta")} if rank == WRONG else {}
+        buffer.low_latency_combine(**(arguments | changed))
+
+    assert_named(raised(work), f"{what}: got")
 
 
 @pytest.mark.parametrize("what", ["topk_idx", "topk_weights", "x", "zero_copy"])

@@ -86,7 +86,8 @@ struct ScaledArgs {
 struct DispatchArgs {
   MOE_RT_DISPATCH_ARGS(MOE_RT_MEMBER)
   ScaledArgs scaled{};  // all zero if x and recv_x are plain rows; Python sets it later
-  // Rows from the first one of an expert to that of the next; 0 if experts follow each other. Python sets it later.
+  // Rows from the first one of an expert to that of the next, and `offs` gets the number of each expert's rows; 0 if
+  // experts follow each other. Python sets it later.
   int64_t expert_rows = 0;
 };
 struct CombineArgs {

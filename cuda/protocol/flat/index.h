@@ -217,13 +217,14 @@ MOE_RT_FN int64_t num_dropped(const World& w, const Blocks& b, int64_t capacity)
   return dropped;
 }
 
-// Writes offs, clipped to capacity, the plan's head, and the start of each expert's padding.
+// Writes offs, clipped to capacity, the plan's head, and the start of each expert's padding. With expert_rows, offs gets
+// the number of each expert's rows.
 template <class Coop>
 MOE_RT_FN void write_index(const Coop& coop, const World& w, uint64_t seq, int64_t num_tokens, int64_t capacity,
-                           const Blocks& b, int32_t* offs, const RecvPlan& plan) {
+                           int64_t expert_rows, const Blocks& b, int32_t* offs, const RecvPlan& plan) {
   const Range parts = strided(coop, w.num_parts());
   for (int64_t i = parts.begin; i < parts.end; i += parts.step) {
-    offs[i] = int32_t(min_of(b.part_end(w, i), capacity));
+    offs[i] = int32_t(min_of(b.part_end(w, i), capacity) - i * expert_rows);
     if (w.shape.alignment > 1) plan.ends[i] = int32_t(min_of<int64_t>(b.ends[i], capacity));
   }
   if (coop.rank() == 0) {

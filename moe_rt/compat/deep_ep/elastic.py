@@ -278,9 +278,9 @@ class ElasticBuffer:
             names = "num_max_tokens_per_rank, expert_alignment"
             return invalid(self.rank_idx, names, (most, align), "positive numbers")
         shape = (num_tokens, topk_idx.shape[1] if isinstance(topk_idx, Tensor) and topk_idx.dim() == 2 else 0)
-        error = wrong_tensor(self.rank_idx, "topk_idx", topk_idx, torch.int64, shape)
+        error = wrong_tensor(self.rank_idx, "topk_idx", topk_idx, torch.int64, shape, codes)
         if error is None and weights is not None:
-            error = wrong_tensor(self.rank_idx, "topk_weights", weights, torch.float32, shape)
+            error = wrong_tensor(self.rank_idx, "topk_weights", weights, torch.float32, shape, codes)
         if error is not None:
             return error
         if num_tokens > most:

@@ -115,6 +115,29 @@ def repeats(topk_idx: Tensor) -> bool:
     return bool(((ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] >= 0)).any())
 
 
+def copied_ids(topk_idx: Tensor) -> bytes | Tensor | None:
+    """Return a copy of a contiguous routing for `ids_equal`, None if a token names an expert twice.
+
+    A GPU's routing is not searched, since the host would have to wait for it.
+    """
+    if topk_idx.is_cpu:
+        return _engine.copy_ids(topk_idx.data_ptr(), *topk_idx.shape)
+    return topk_idx.clone()
+
+
+def ids_equal(copy: bytes | Tensor, topk_idx: Tensor) -> bool:
+    """True if a contiguous routing of as many tokens and entries is the copied one."""
+    if isinstance(copy, bytes):
+        return topk_idx.is_cpu and _engine.ids_equal(copy, topk_idx.data_ptr())
+    return topk_idx.device == copy.device and torch.equal(copy, topk_idx)
+
+
+def names_others(copy: bytes | Tensor, topk_idx: Tensor) -> bool:
+    """True if a routing of the same shape names an expert where the copied one names another one, or none."""
+    sent = torch.frombuffer(bytearray(copy), dtype=torch.int64) if isinstance(copy, bytes) else copy
+    return not ((topk_idx == sent.view(topk_idx.shape)) | (topk_idx == -1)).all()
+
+
 def local_ids(
     plan: Tensor, begin: int, num_rows: int, num_topk: int, num_local: int, alignment: int
 ) -> tuple[Tensor, list[int]]:

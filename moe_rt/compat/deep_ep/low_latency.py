@@ -7,6 +7,7 @@ second half of an earlier op runs when the next one begins, and its hook then on
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -18,7 +19,7 @@ from moe_rt.buffer.handle import Handle
 from moe_rt.compat.deep_ep import fp8
 from moe_rt.compat.deep_ep.config import low_latency_bytes
 from moe_rt.compat.deep_ep.exchange import Exchange, Rows
-from moe_rt.compat.deep_ep.layout import describe_rows, put_in_columns, repeats
+from moe_rt.compat.deep_ep.layout import copied_ids, describe_rows, ids_equal, names_others, put_in_columns
 from moe_rt.compat.deep_ep.operands import invalid, spelled, twice, wrong_tensor
 from moe_rt.errors import InvalidInput, MoeRtError, TooManyTokens
 
@@ -32,12 +33,10 @@ class Size(NamedTuple):
 
     Attributes:
         shape: of the packed rows, [L, R * M, H].
-        begins: int32 [L], the first row of each local expert.
     """
 
     rows: Rows
     shape: tuple[int, int, int]
-    begins: Tensor
 
 
 class LowLatencyHandle(Sequence[Any]):
@@ -47,12 +46,20 @@ class LowLatencyHandle(Sequence[Any]):
     begin << 32 | count of the rows from each rank; M; hidden; num_experts.
     """
 
-    def __init__(self, owner: LowLatency, size: Size, topk_idx: Tensor, buffer: Buffer, plan: Handle) -> None:
-        self.owner, self.size, self.topk_idx, self.buffer, self.plan = owner, size, topk_idx, buffer, plan
-        self.complete = False  # the rows are here
-        self.arrived = False  # and the caller knows, since it has called the hook
-        self.combine_buffer: Tensor | None = None
-        self._described: tuple[Tensor, Tensor] | None = None
+    complete = False  # the rows are here
+    arrived = False  # and the caller knows, since it has called the hook
+    combine_buffer: Tensor | None = None
+    _described: tuple[Tensor, Tensor] | None = None
+
+    def __init__(self, owner: LowLatency, size: Size, ids: bytes | Tensor, buffer: Buffer, plan: Handle) -> None:
+        self.owner, self.size, self.ids, self.buffer, self.plan = owner, size, ids, buffer, plan
+
+    def routes(self, topk_idx: Any) -> bool:
+        """True if these are the ids of the dispatch, in a contiguous tensor."""
+        return (
+            isinstance(topk_idx, Tensor) and topk_idx.dtype is torch.int64 and topk_idx.is_contiguous()
+            and topk_idx.shape == self.plan.send_plan.shape and ids_equal(self.ids, topk_idx)
+        )  # fmt: skip
 
     def describe(self) -> None:
         """Write the items that were read before the rows were here."""
@@ -126,38 +133,54 @@ class LowLatency:
     ) -> tuple[Any, Tensor, LowLatencyHandle, Callable[[], None] | None]:  # fmt: skip
         """Return packed rows, with scales if use_fp8, the number of rows of each expert, the handle and the hook."""
         name = "low_latency_dispatch"
-        options = bool(use_fp8), bool(round_scale), bool(use_ue8m0)
-        size = self._wrong_tensors(x, topk_idx) or self._size(x, topk_idx, most, num_experts, options)
-        error = self._wrong_values(x, topk_idx, most, size, stats) if isinstance(size, Size) else size
+        size = self._wrong_tensors(x, topk_idx) or self._size(
+            x, topk_idx, most, num_experts, (use_fp8, round_scale, use_ue8m0)
+        )
+        ids = error = None
+        if isinstance(size, Size):
+            ids = copied_ids(topk_idx)
+            error = twice(self.rank) if ids is None else None
+            error = self._wrong_values(x, most, size, stats) or error
+        else:
+            error = size
         error = error or self._too_many(name, return_recv_hook, async_finish) or self._wrong_waits(waits)
         self._complete_all()
-        if not isinstance(size, Size) or error is not None:
+        if not isinstance(size, Size) or ids is None or error is not None:
             self._refuse_dispatch(x, topk_idx, most, num_experts, error)
         before = self._waited(waits)
         buffer = self._exchange.buffer(size.rows, x.shape[0], most)
         sent = fp8.cast(x, round_scale, use_ue8m0) if use_fp8 else x
         half = packed.dispatch(buffer, sent, topk_idx, self._weights(topk_idx), most, wait=not return_recv_hook)
         assert half.handle is not None
-        recv_x, offs = half.outputs[0].view(size.shape), half.handle.offs
+        recv_x, count = half.outputs[0].view(*size.shape), half.handle.offs
         scales = None
         if use_fp8:
             given = half.outputs[-1]
             scales = given.new_empty(size.shape[0], given.shape[1], size.shape[1]).transpose(1, 2)
-        count = torch.full_like(offs, -1) if return_recv_hook else offs - size.begins  # -1 until rows have arrived
-        handle = LowLatencyHandle(self, size, topk_idx.clone(), buffer, half.handle)
-
-        def fill() -> None:
-            if return_recv_hook:
-                torch.sub(offs, size.begins, out=count)
-            handle.describe()
-            if scales is not None:
-                put_in_columns(buffer, handle.plan, half.outputs[-1], scales)
-            if stats is not None:
-                stats.add_(count)
-            self._add_waits(waits, before)
-
-        hook = self._hook(name, half, fill, return_recv_hook, handle)
+        handle = LowLatencyHandle(self, size, ids, buffer, half.handle)
+        after = handle, half, scales, stats, waits, before
+        hook = None
+        if return_recv_hook:
+            count.fill_(-1)  # until rows have arrived
+            hook = self._later(name, half, self._received, *after)
+            hook.handle = handle
+        else:
+            self._received(*after)
+            handle.arrived = True
         return recv_x if scales is None else (recv_x, scales), count, handle, hook
+
+    def _received(
+        self, handle: LowLatencyHandle, half: packed.Half, scales: Tensor | None, stats: Tensor | None,
+        waits: Tensor | None, before: list[int],
+    ) -> None:  # fmt: skip
+        """Write the scales, statistics and handle of a dispatch whose rows and counts are here."""
+        handle.describe()
+        if scales is not None:
+            put_in_columns(handle.buffer, handle.plan, half.outputs[-1], scales)
+        if stats is not None:
+            stats.add_(handle.plan.offs)
+        if waits is not None:
+            self._add_waits(waits, before)
 
     def _refuse_dispatch(self, x: Any, topk_idx: Any, most: Any, num_experts: Any, error: Any) -> NoReturn:
         """Raise the error on every rank, in the buffer through which peers dispatch."""
@@ -177,7 +200,7 @@ class LowLatency:
     ) -> tuple[Tensor, Callable[[], None] | None]:  # fmt: skip
         """Return each token's sum of its experts' rows, weighted, and the hook."""
         name = "low_latency_combine"
-        same = isinstance(handle, LowLatencyHandle) and _same(topk_idx, handle.topk_idx)
+        same = isinstance(handle, LowLatencyHandle) and handle.routes(topk_idx)
         error = self._unfit(x, topk_idx, same, topk_weights, handle, zero_copy, out)
         error = error or self._too_many(name, return_recv_hook, async_finish) or self._wrong_waits(waits)
         self._complete_all()
@@ -187,10 +210,11 @@ class LowLatency:
         before = self._waited(waits)
         rows = handle.combine_buffer if zero_copy and handle.combine_buffer is not None else x
         plan = handle.plan if same else packed.without_entries(handle.plan, topk_idx < 0)
-        flat = rows.view(-1, rows.shape[-1])
-        half = packed.combine(handle.buffer, flat, plan, topk_weights, out, wait=not return_recv_hook)
-        hook = self._hook(name, half, lambda: self._add_waits(waits, before), return_recv_hook, None)
-        return half.outputs, hook
+        half = packed.combine(handle.buffer, rows, plan, topk_weights, out, wait=not return_recv_hook)
+        if return_recv_hook:
+            return half.outputs, self._later(name, half, self._add_waits, waits, before)
+        self._add_waits(waits, before)
+        return half.outputs, None
 
     def next_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
         """Return bfloat16 [L, R * M, H] for combine with zero_copy."""
@@ -206,19 +230,11 @@ class LowLatency:
             self._ones = torch.ones(topk_idx.shape, dtype=torch.float32, device=topk_idx.device)
         return self._ones
 
-    def _hook(
-        self, name: str, half: packed.Half, after: Callable[[], None], later: bool, handle: LowLatencyHandle | None
-    ) -> Hook | None:
-        """Complete the op now, or return its hook."""
-        if later:
-            hook = Hook(self, name, half, after)
-            hook.handle = handle
-            self.outstanding.append(hook)
-            return hook
-        after()
-        if handle is not None:
-            handle.arrived = True
-        return None
+    def _later(self, name: str, half: packed.Half, after: Callable[..., None], *given: Any) -> Hook:
+        """Return the hook of an op, which calls `after` with what is given when the outputs are there."""
+        hook = Hook(self, name, half, partial(after, *given))
+        self.outstanding.append(hook)
+        return hook
 
     def _complete_all(self) -> None:
         """Run the second halves of ops that are under way, since a buffer runs one op at a time."""
@@ -262,24 +278,26 @@ class LowLatency:
             return invalid(self.rank, "x", spelled(x), "contiguous bfloat16 [T, H]")
         if (
             not isinstance(topk_idx, Tensor) or topk_idx.dtype is not torch.int64 or topk_idx.dim() != 2
-            or topk_idx.shape[0] != x.shape[0] or not topk_idx.is_contiguous()
+            or topk_idx.shape[0] != x.shape[0] or not topk_idx.is_contiguous() or topk_idx.device != x.device
         ):  # fmt: skip
-            return invalid(self.rank, "topk_idx", spelled(topk_idx), f"contiguous int64 {[x.shape[0], 'K']}")
+            expected = f"contiguous int64 [{x.shape[0]}, K] on {x.device}"
+            return invalid(self.rank, "topk_idx", spelled(topk_idx), expected)
         return None
 
     def _size(
         self, x: Tensor, topk_idx: Tensor, most: int, num_experts: int, options: tuple[bool, bool, bool]
     ) -> Size | MoeRtError:
         """Return the parts of a dispatch of this size, or the error if DeepEP refuses it."""
+        hidden, num_topk = x.shape[1], topk_idx.shape[1]
+        key = hidden, num_topk, most, num_experts, options
+        whole = type(num_experts) is int and type(most) is int  # 8.0 is the same key as 8
+        if whole and (size := self._sizes.get(key)) is not None:
+            return size
         if type(num_experts) is not int or num_experts < 1 or num_experts % self.num_ranks:
             return invalid(self.rank, "num_experts", num_experts, f"a multiple of {self.num_ranks} ranks")
         if type(most) is not int or most < 1 or self.num_ranks * most % 4 or num_experts * most >= _MOST_ROWS:
             expected = f"a positive number that times {self.num_ranks} ranks is a multiple of 4, below 2^31 rows"
             return invalid(self.rank, "num_max_dispatch_tokens_per_rank", most, expected)
-        hidden, num_topk = x.shape[1], topk_idx.shape[1]
-        key = hidden, num_topk, most, num_experts, options
-        if (size := self._sizes.get(key)) is not None:
-            return size
         if not self._enabled:
             return invalid(self.rank, "low_latency_mode", False, "a Buffer made with low_latency_mode=True")
         use_fp8, round_scale, use_ue8m0 = options
@@ -293,22 +311,17 @@ class LowLatency:
             expected = f"{needed}, as DeepEP needs (get_low_latency_rdma_size_hint)"
             return invalid(self.rank, "num_rdma_bytes", self._num_rdma_bytes, expected)
         num_local, slots = num_experts // self.num_ranks, self.num_ranks * most
-        begins = torch.arange(0, num_local * slots, slots, dtype=torch.int32, device=topk_idx.device)
         rows = self._rows(hidden, num_topk, num_experts)
-        return self._sizes.setdefault(key, Size(rows, (num_local, slots, hidden), begins))
+        return self._sizes.setdefault(key, Size(rows, (num_local, slots, hidden)))
 
-    def _wrong_values(
-        self, x: Tensor, topk_idx: Tensor, most: int, size: Size, stats: Tensor | None
-    ) -> MoeRtError | None:
+    def _wrong_values(self, x: Tensor, most: int, size: Size, stats: Tensor | None) -> MoeRtError | None:
         if x.shape[0] > most:
             message = f"x: got {x.shape[0]} tokens, expected at most num_max_dispatch_tokens_per_rank = {most}"
             return TooManyTokens(f"rank {self.rank}: {message}", rank=self.rank)
-        if topk_idx.is_cpu and repeats(topk_idx):
-            return twice(self.rank)
-        if stats is not None and (stats.dtype is not torch.int32 or stats.shape != size.shape[:1]):
-            expected = f"int32 {[size.shape[0]]}"
-            return invalid(self.rank, "cumulative_local_expert_recv_stats", spelled(stats), expected)
-        return None
+        if stats is None or (stats.dtype is torch.int32 and stats.shape == size.shape[:1] and stats.device == x.device):
+            return None
+        expected = f"int32 {[size.shape[0]]} on {x.device}"
+        return invalid(self.rank, "cumulative_local_expert_recv_stats", spelled(stats), expected)
 
     def _unfit(
         self, x: Tensor, topk_idx: Tensor, same: bool, topk_weights: Tensor, handle: Any, zero_copy: bool,
@@ -325,21 +338,18 @@ class LowLatency:
             return invalid(
                 self.rank, "handle", "that of a low_latency_dispatch whose hook was never called", "its hook called"
             )
-        if error := wrong_tensor(self.rank, "x", x, torch.bfloat16, handle.size.shape):
+        plan = handle.plan.send_plan
+        if error := wrong_tensor(self.rank, "x", x, torch.bfloat16, handle.size.shape, plan):
             return error
         if zero_copy and handle.combine_buffer is None:
             return invalid(self.rank, "zero_copy", True, "rows in get_next_low_latency_combine_buffer(handle)")
-        sent = handle.topk_idx
-        error = wrong_tensor(self.rank, "topk_idx", topk_idx, torch.int64, sent.shape)
-        error = error or wrong_tensor(self.rank, "topk_weights", topk_weights, torch.float32, sent.shape)
-        if error is None and not same and not ((topk_idx == sent) | (topk_idx == -1)).all():
+        shape = plan.shape
+        error = None if same else wrong_tensor(self.rank, "topk_idx", topk_idx, torch.int64, shape, plan)
+        error = error or wrong_tensor(self.rank, "topk_weights", topk_weights, torch.float32, shape, plan)
+        if error is None and not same and names_others(handle.ids, topk_idx):
             error = invalid(self.rank, "topk_idx", "other experts", "those of the dispatch, or -1")
         if error is None and out is not None:
-            error = wrong_tensor(self.rank, "out", out, torch.bfloat16, (sent.shape[0], x.shape[2]))
+            error = wrong_tensor(self.rank, "out", out, torch.bfloat16, (shape[0], x.shape[2]), plan)
             if error is None and out.data_ptr() % _ALIGNED:
                 error = invalid(self.rank, "out", "an odd address", f"a multiple of {_ALIGNED}")
         return error
-
-
-def _same(topk_idx: Any, sent: Tensor) -> bool:
-    return isinstance(topk_idx, Tensor) and topk_idx.dtype is sent.dtype and torch.equal(topk_idx, sent)

@@ -213,7 +213,7 @@ class Normal:
         if error := self._wrong_rows(x, num_tokens, config, num_topk):
             return error
         known = self.known.knows(topk_idx, layout) and layout.in_rank.shape[0] == num_tokens
-        if not known and (error := self._wrong_counts(layout, num_tokens)):
+        if not known and (error := self._wrong_counts(layout, codes)):
             return error
         if (topk_idx is None) is not (topk_weights is None):
             return invalid(
@@ -224,8 +224,8 @@ class Normal:
                 return invalid(self.rank, "num_worst_tokens", num_worst, "topk_idx and topk_weights with it")
             return self._wrong_layout(None, layout)
         shape = (num_tokens, num_topk)
-        error = None if known else wrong_tensor(self.rank, "topk_idx", topk_idx, torch.int64, shape)
-        if error := error or wrong_tensor(self.rank, "topk_weights", topk_weights, torch.float32, shape):
+        error = None if known else wrong_tensor(self.rank, "topk_idx", topk_idx, torch.int64, shape, codes)
+        if error := error or wrong_tensor(self.rank, "topk_weights", topk_weights, torch.float32, shape, codes):
             return error
         if (
             num_worst
@@ -245,12 +245,13 @@ class Normal:
             return None
         return invalid(self.rank, "num_nvl_bytes", self._num_nvl_bytes, f"{needed}, as DeepEP needs for this config")
 
-    def _wrong_counts(self, layout: Layout, num_tokens: int) -> InvalidInput | None:
+    def _wrong_counts(self, layout: Layout, x: Tensor) -> InvalidInput | None:
         num_experts = len(layout.per_expert) if isinstance(layout.per_expert, Tensor) else 0
+        visits = len(x), self.num_ranks
         if error := (
-            wrong_tensor(self.rank, "num_tokens_per_rank", layout.per_rank, torch.int32, (self.num_ranks,))
-            or wrong_tensor(self.rank, "num_tokens_per_expert", layout.per_expert, torch.int32, (num_experts,))
-            or wrong_tensor(self.rank, "is_token_in_rank", layout.in_rank, torch.bool, (num_tokens, self.num_ranks))
+            wrong_tensor(self.rank, "num_tokens_per_rank", layout.per_rank, torch.int32, visits[1:], x)
+            or wrong_tensor(self.rank, "num_tokens_per_expert", layout.per_expert, torch.int32, (num_experts,), x)
+            or wrong_tensor(self.rank, "is_token_in_rank", layout.in_rank, torch.bool, visits, x)
         ):
             return error
         if not num_experts or num_experts % self.num_ranks:
@@ -293,10 +294,14 @@ class Normal:
         if topk_weights is not None and (
             not isinstance(topk_weights, Tensor) or topk_weights.dtype is not torch.float32
             or topk_weights.dim() != 2 or topk_weights.shape[0] != handle.num_rows or not topk_weights.is_contiguous()
+            or topk_weights.device != x.device
         ):  # fmt: skip
             return invalid(self.rank, "topk_weights", spelled(topk_weights), f"contiguous float32 {[*shape, 'K']}")
         for part in bias:
-            if not isinstance(part, Tensor) or part.dtype is not x.dtype or part.shape != (num_tokens, x.shape[1]):
+            if (
+                not isinstance(part, Tensor) or part.dtype is not x.dtype or part.shape != (num_tokens, x.shape[1])
+                or part.device != x.device
+            ):  # fmt: skip
                 return invalid(self.rank, "bias", spelled(part), f"{x.dtype} {[num_tokens, x.shape[1]]}")
         return None
 

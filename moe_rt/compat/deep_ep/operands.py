@@ -21,7 +21,8 @@ def spelled(value: object) -> str:
     """Describe a tensor by its dtype and shape, anything else by its type."""
     if not isinstance(value, Tensor):
         return type(value).__name__
-    return f"{value.dtype} {list(value.shape)}" + ("" if value.is_contiguous() else ", not contiguous")
+    device = "" if value.is_cpu else f" on {value.device}"
+    return f"{value.dtype} {list(value.shape)}{device}" + ("" if value.is_contiguous() else ", not contiguous")
 
 
 def twice(rank: int) -> InvalidRouting:
@@ -49,13 +50,22 @@ def wrong_rows(rank: int, x: Any, num_tokens: int | None = None) -> InvalidInput
         return invalid(rank, "x", spelled(codes), expected)
     if scales is not None and (
         not isinstance(scales, Tensor) or scales.dim() != 2 or len(scales) != len(codes) or scales.dtype not in _SCALES
-    ):
-        return invalid(rank, "x", spelled(scales), f"scales of float32 or int32 [{len(codes)}, S]")
+        or scales.device != codes.device
+    ):  # fmt: skip
+        return invalid(rank, "x", spelled(scales), f"scales of float32 or int32 [{len(codes)}, S] on {codes.device}")
     return None
 
 
-def wrong_tensor(rank: int, name: str, t: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> InvalidInput | None:
-    """Return the error of a tensor that is not contiguous, of this dtype and shape."""
-    if isinstance(t, Tensor) and t.dtype is dtype and t.shape == shape and t.is_contiguous():
+def wrong_tensor(
+    rank: int, name: str, t: Any, dtype: torch.dtype, shape: tuple[int, ...], like: Tensor
+) -> InvalidInput | None:
+    """Return the error of a tensor that is not contiguous, of this dtype and shape, on the device of another one."""
+    if (
+        isinstance(t, Tensor)
+        and t.dtype is dtype
+        and t.shape == shape
+        and t.is_contiguous()
+        and t.device == like.device
+    ):
         return None
-    return invalid(rank, name, spelled(t), f"contiguous {dtype} {list(shape)}")
+    return invalid(rank, name, spelled(t), f"contiguous {dtype} {list(shape)} on {like.device}")
