@@ -61,7 +61,7 @@ def test_forked_child(make_ranks: MakeRanks, depth: int) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_interrupted_wait(make_ranks: MakeRanks, depth: int) -> None:
-    """With two ops under way the interrupt comes in the wait for the second one, which first ends the other."""
+    """The wait for the last op, which first ends the others, is interrupted."""
     first, second = make_ranks("shm", 2).run(cases.interrupted_wait, depth)
     assert first[0].startswith("KeyboardInterrupt"), first
     assert all(text.startswith("GroupPoisoned: ") for text in first[1:]), first
