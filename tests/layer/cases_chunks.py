@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from layer.cases_layer import config, inputs_for
-from layer.cases_overlap import Grads, LowRank, run
+from layer.cases_overlap import Grads, LowRank, run, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -188,7 +188,7 @@ def ranks_differ(group: Any, how: str) -> list[Any]:
 
 
 def whole_next_to_copies(group: Any, how: str) -> list[Grads]:
-    """Two of four ranks run their ops whole, each in its own group; the others hold the copies of their experts.
+    """Two of four ranks run their ops whole, each in its own group; the others, in halves, hold copies of their experts.
 
     Return the experts' gradients, in one chunk and in three."""
     ep = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "ep")).get_group("ep")
@@ -196,9 +196,9 @@ def whole_next_to_copies(group: Any, how: str) -> list[Grads]:
     for num_chunks in (1, 3):
         layer = prepare(make_layer(ep, num_chunks, biases=True))
         x = inputs_for(group.rank(), 9).requires_grad_()
-        whole = group.rank() in (0, 3)
-        with torch.profiler.profile() if whole and how == "profiler" else nullcontext():
-            if whole and how == "compiled":
+        differs = group.rank() in (0, 3)
+        with whole(False), torch.profiler.profile() if differs and how == "profiler" else nullcontext():
+            if differs and how == "compiled":
                 y = torch.compile(lambda x, layer=layer: layer(x)[0], fullgraph=True, backend="aot_eager")(x)
             else:
                 y = layer(x)[0]
