@@ -51,6 +51,16 @@ def test_bits_of_one_chunk(make_ranks: MakeRanks, kind: str) -> None:
         assert begun == [f"begin {op}" for op in ops]
 
 
+@pytest.mark.parametrize("use", cases.USES)
+def test_uses(make_ranks: MakeRanks, use: str) -> None:
+    """Chunks change no row, whatever else the layer does."""
+    for (y, grads, _), (same, same_grads, begun) in make_ranks("shm", 2).run(cases.used, use):
+        torch.testing.assert_close((same, same_grads), (y, grads))
+        num_chunks = chunks._CHUNKS_THAT_GAIN if "automatic" in use else 4
+        num_ops = {"tangents": 0, "two graphs": 2, "layer after layer": 2}.get(use, 1) * num_chunks
+        assert begun.count("begin dispatch") == begun.count("begin combine") == num_ops
+
+
 def overlapped(num_chunks: int) -> list[str]:
     """Return the order of a forward."""
     seen = ["begin dispatch", "end dispatch"]
