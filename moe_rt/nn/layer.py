@@ -321,8 +321,7 @@ class MoELayer(nn.Module):
 
         once = isinstance(self.experts, Experts) and chunks.runs_once(self.experts)
         late = once and not overlap.has_backward_hooks(self.experts)
-        shares = not overlap.is_sharded(self.experts)
-        makes = shares and isinstance(self.spread, Experts)
+        spread, shares = self.spread, not overlap.is_sharded(self.experts)
         done = chunks.run(
             buffer,
             self.tag,
@@ -331,7 +330,7 @@ class MoELayer(nn.Module):
             compute,
             meanwhile=shared,
             calls_half_way=once,
-            make_weights=partial(self.spread.weights, buffer.spec.dtype) if makes else None,
+            make_weights=partial(spread.weights, buffer.spec.dtype) if shares and isinstance(spread, Experts) else None,
             shares_weights=shares,
             has_late_weights=late,
         )
