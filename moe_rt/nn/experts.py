@@ -202,11 +202,9 @@ class Experts(SpreadModule):
     def weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the weights for rows of this dtype; within `weights_of` of one forward the same tensors each time."""
         late = late_weights()
-        return (
-            self.parts(*self._shapes)
-            if late is None
-            else late.made_once((self, dtype), partial(self._cast_parts, dtype))
-        )
+        if late is None:
+            return self.parts(*self._shapes)
+        return late.made_once((self, dtype), partial(self._cast_parts, dtype))
 
     def _cast_parts(self, dtype: torch.dtype) -> dict[str, Tensor]:
         return {name: part.to(dtype) for name, part in self.parts(*self._shapes).items()}
