@@ -178,7 +178,11 @@ void bind_tensor_reader(nb::module_& m) {
            nb::sig("def dispatch(self, x: object, topk_idx: object, topk_weights: object, /) -> int"))
       .def("combine", &TensorReader::combine, nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(),
            nb::sig("def combine(self, y: object, recv_weights: object | None, recv_plan: object, send_plan: object, /)"
-                   " -> tuple[int, int, int] | None"));
+                   " -> tuple[int, int, int] | None"))
+      .def("combine_backward", &TensorReader::combine_backward, nb::arg().none(), nb::arg().none(), nb::arg().none(),
+           nb::arg().none(),
+           nb::sig("def combine_backward(self, grad_out: object, y: object, recv_weights: object, recv_plan: object, /)"
+                   " -> bool"));
 }
 
 void bind_engine_config(nb::class_<Engine>& engine) {

@@ -70,9 +70,9 @@ class TensorReader {
   // may be [L, N / L, H] as well.
   std::optional<std::tuple<int64_t, int64_t, int64_t>> combine(nb::handle y, nb::handle recv_weights,
                                                                nb::handle recv_plan, nb::handle send_plan) const {
-    Found rows, weights, received, sent;
-    if (!input(y, rows) || !lies_here(recv_plan, received) || received.dtype != kInt32 || received.ndim != 1 ||
-        received.shape[0] != plan_ints_ || !lies_here(send_plan, sent) || !is_matrix(sent, kInt32, shape_.num_topk)) {
+    Found rows, weights, sent;
+    if (!input(y, rows) || !is_plan(recv_plan) || !lies_here(send_plan, sent) ||
+        !is_matrix(sent, kInt32, shape_.num_topk)) {
       return std::nullopt;
     }
     const bool padded = recv_weights.is_none() && !shape_.by_token() && rows.ndim == 3;
@@ -84,6 +84,14 @@ class TensorReader {
                                         : weights.dtype == weights_ && weights.ndim == 1;
     if (!fits || rows.shape[0] > weights.shape[0]) return std::nullopt;
     return {{rows.shape[0], weights.shape[0], sent.shape[0]}};
+  }
+
+  // Returns whether grad_out [T, H], y [N, H], recv_weights [capacity] and a recv_plan are plain, and not kTokens.
+  bool combine_backward(nb::handle grad_out, nb::handle y, nb::handle recv_weights, nb::handle recv_plan) const {
+    Found grads, rows, weights;
+    return !shape_.by_token() && input(grad_out, grads) && is_matrix(grads, rows_, shape_.hidden) && input(y, rows) &&
+           is_matrix(rows, rows_, shape_.hidden) && input(recv_weights, weights) && weights.dtype == weights_ &&
+           weights.ndim == 1 && rows.shape[0] <= weights.shape[0] && is_plan(recv_plan);
   }
 
  private:
@@ -107,6 +115,11 @@ class TensorReader {
 
   static bool is_matrix(const Found& t, Dtype dtype, int64_t columns) {
     return t.ndim == 2 && t.shape[1] == columns && t.dtype == dtype;
+  }
+
+  bool is_plan(nb::handle tensor) const {
+    Found t;
+    return lies_here(tensor, t) && t.dtype == kInt32 && t.ndim == 1 && t.shape[0] == plan_ints_;
   }
 
   // True if the tensor is dense, on this device, contiguous and outside the avoided memory; strides of dimensions with

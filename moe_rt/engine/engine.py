@@ -285,12 +285,14 @@ class Engine(Halves):
         *, start: Start | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """grad_out [T, H], y [N, H], recv_weights [capacity] -> grad_y [N, H], grad_recv_weights [capacity]."""
-        op = Op.COMBINE_BACKWARD
-        grad_out, recv_plan = self._grad_out(tag, grad_out, recv_plan)
-        if self.by_token:
-            self._refuse_input(op, tag, checks.weights_problem(self.by_token))
-        num_rows, capacity = self._check_rows(op, tag, "y", y, "recv_weights", recv_weights)
-        y, recv_weights = self._input(y), self._input(recv_weights)
+        op, plain = Op.COMBINE_BACKWARD, type(tag) is int and 0 <= tag < NUM_TAGS
+        if not (plain and self._reader.combine_backward(grad_out, y, recv_weights, recv_plan)):
+            grad_out, recv_plan = self._grad_out(tag, grad_out, recv_plan)
+            if self.by_token:
+                self._refuse_input(op, tag, checks.weights_problem(self.by_token))
+            self._check_rows(op, tag, "y", y, "recv_weights", recv_weights)
+            y, recv_weights = self._input(y), self._input(recv_weights)
+        num_rows, capacity = y.shape[0], recv_weights.shape[0]
         grad_y = blank(self._rows(num_rows, y))
         grad_recv_weights = blank(torch.empty_like(recv_weights))
         self._run_combine_backward(

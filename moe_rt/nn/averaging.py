@@ -20,42 +20,52 @@ class Mean(NamedTuple):
 
 
 class Averaged(torch.autograd.Function):
-    """Identity on a weight; its backward replaces the gradient by the mean."""
+    """Identity on weights; its backward replaces their gradients by means.
+
+    One node takes all means, which are collective over copies: the order in which autograd runs several nodes depends
+    on how a rank runs its ops.
+    """
 
     @staticmethod
-    def forward(weight: Tensor, num_ranks: int, replicas: str | None) -> Tensor:
-        return weight.view_as(weight)
+    def forward(num_ranks: int, replicas: str | None, *weights: Tensor) -> tuple[Tensor, ...]:
+        return tuple(weight.view_as(weight) for weight in weights)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.num_ranks, ctx.replicas = inputs
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.num_ranks, ctx.replicas = inputs[:2]
+        ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # Each backward takes its own mean, so sums over micro-batches are right with and without no_sync.
-        return mean_of(grad, Mean(ctx.num_ranks, ctx.replicas)), None, None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        # Each backward takes its own means, so sums over micro-batches are right with and without no_sync.
+        mean = Mean(ctx.num_ranks, ctx.replicas)
+        return None, None, *(None if grad is None else mean_of(grad, mean) for grad in grads)
 
 
 class _Plain(Averaged):
-    """Averaged for a Part. It also has tangents, which torch.compile does not trace."""
+    """Averaged for Parts. It also has tangents, which torch.compile does not trace."""
 
     @staticmethod
-    def forward(weight: Tensor, num_ranks: int, replicas: str | None) -> Tensor:
+    def forward(num_ranks: int, replicas: str | None, *weights: Tensor) -> tuple[Tensor, ...]:
         with _DisableTorchDispatch():
-            return weight.view_as(weight)
+            return tuple(weight.view_as(weight) for weight in weights)
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
-        return tangent.view_as(tangent)
+    def jvp(ctx: Any, _: None, __: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(None if tangent is None else tangent.view_as(tangent) for tangent in tangents)
 
 
-def averaged(weight: Tensor, mean: Mean | None) -> Tensor:
-    """Return a plain tensor in the memory of `weight`, whose gradient becomes the mean."""
-    if is_compiling():  # a Part is a plain tensor there
-        return weight if mean is None else Averaged.apply(weight, *mean)
-    if mean is None and not isinstance(weight, Part):
-        return weight
-    return _Plain.apply(weight, *(mean or Mean(1, None)))
+def averaged(weights: dict[str, Tensor], mean: Mean | None) -> dict[str, Tensor]:
+    """Return plain tensors in the memory of the weights, whose gradients become means."""
+    compiling = is_compiling()  # a Part is a plain tensor there
+    if mean is None and (compiling or not any(isinstance(weight, Part) for weight in weights.values())):
+        return weights
+    made: dict[str, Tensor] = {}
+    for trained in (True, False):  # torch would take gradients of all weights of a node
+        names = [name for name, weight in weights.items() if weight.requires_grad is trained]
+        given = *(mean or Mean(1, None)), *(weights[name] for name in names)
+        made.update(zip(names, (Averaged if compiling else _Plain).apply(*given) if names else (), strict=True))
+    return {name: made[name] for name in weights}
 
 
 def mean_of(grad: Tensor, mean: Mean) -> Tensor:

@@ -106,6 +106,7 @@ def run(
     experts: Callable[[Chunk], Tensor],
     *,
     meanwhile: Callable[[], object] | None,
+    make_weights: Callable[[], object] | None,
     calls_half_way: bool,
     shares_weights: bool,
     has_late_weights: bool,
@@ -117,6 +118,7 @@ def run(
         num_chunks: at least 2.
         experts: runs the experts on a chunk's recv_x and returns y.
         meanwhile: runs while the first chunk is dispatched.
+        make_weights: makes the weights that `shares_weights` speaks of.
         calls_half_way: the experts call `half_way`, and nothing runs them again in backward.
         shares_weights: they may use the weights of the first chunk for all, so that means of their gradients over
             ranks are taken once. All ranks do so or none.
@@ -134,13 +136,18 @@ def run(
         Chunk(buffer, tag, [t[start:end] for t in batch], _size(most, i, num_chunks), split)
         for i, (start, end) in enumerate(pairwise(_ends(num_tokens, num_chunks)))
     ]
+    shared = LateWeights(late=has_late_weights and split) if shares_weights else None
+    if make_weights is not None and not split:
+        # Backward then takes their means after all exchanges. Other ranks wait for these before theirs, except for the
+        # last exchange, so means before them could wait for each other in a circle.
+        with overlap.weights_of(shared):
+            make_weights()
     chunks[0].begin_dispatch()
     if meanwhile is not None:
         meanwhile()
     chunks[0].end_dispatch()
-    shared = None
-    if shares_weights and not is_dynamo_compiling():
-        shared = LateWeights(chunks[0].place, late=has_late_weights and split)
+    if shared is not None:
+        shared.place = chunks[0].place
     with overlap.weights_of(shared):
         for i, chunk in enumerate(chunks):
             after, before = chunks[i + 1 : i + 2], chunks[i - 1 : i] if i else []

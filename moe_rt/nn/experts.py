@@ -197,12 +197,14 @@ class Experts(SpreadModule):
 
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:
         """Run the experts: x [rows, H] packed by expert, offs int32 [L] -> [rows, H] in x's dtype; see `expert_mlp`."""
+        return expert_mlp(x, offs, self.weights(x.dtype), self.config, row_wise=self.row_wise)
+
+    def weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the weights for rows of this dtype; within `weights_of` of one forward the same tensors each time."""
         late = late_weights()
         if late is None:
-            weights = self.parts(*self._shapes)
-        else:
-            weights = late.made_once((self, x.dtype), partial(self._cast_parts, x.dtype))
-        return expert_mlp(x, offs, weights, self.config, row_wise=self.row_wise)
+            return self.parts(*self._shapes)
+        return late.made_once((self, dtype), partial(self._cast_parts, dtype))
 
     def _cast_parts(self, dtype: torch.dtype) -> dict[str, Tensor]:
         return {name: part.to(dtype) for name, part in self.parts(*self._shapes).items()}

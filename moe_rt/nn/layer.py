@@ -321,6 +321,7 @@ class MoELayer(nn.Module):
 
         once = isinstance(self.experts, Experts) and chunks.runs_once(self.experts)
         late = once and not overlap.has_backward_hooks(self.experts)
+        spread, shares = self.spread, not overlap.is_sharded(self.experts)
         done = chunks.run(
             buffer,
             self.tag,
@@ -329,7 +330,8 @@ class MoELayer(nn.Module):
             compute,
             meanwhile=shared,
             calls_half_way=once,
-            shares_weights=not overlap.is_sharded(self.experts),
+            make_weights=partial(spread.weights, buffer.spec.dtype) if shares and isinstance(spread, Experts) else None,
+            shares_weights=shares,
             has_late_weights=late,
         )
         if see is not _nothing:

@@ -28,7 +28,7 @@ _current = threading.local()
 
 def late_weights() -> LateWeights | None:
     """Return the nodes of this forward's weights; None for the usual ones."""
-    return None if is_dynamo_compiling() else getattr(_current, "weights", None)
+    return getattr(_current, "weights", None)
 
 
 @contextmanager

@@ -97,16 +97,12 @@ class SpreadModule(nn.Module):
         mean `self.mean`."""
         if not is_compiling():
             self.mark_parameters()  # offloading hooks write to _parameters without register_parameter
-        return {name: self.averaged(self._part(name)) for name in names}
+        return averaged({name: self._part(name) for name in names}, self.mean)
 
     def _part(self, name: str) -> Tensor:
         weight: Any = getattr(self, name)
         part: Tensor = weight.to_local() if self.over_mesh else weight
         return part
-
-    def averaged(self, weight: Tensor) -> Tensor:
-        """Return the weight as a plain tensor, whose gradient becomes the mean."""
-        return averaged(weight, self.mean)
 
     def mark_parameters(self, root: nn.Module | None = None) -> None:
         """Turn parameters that are not yet Parts into Parts, in this module or in `root`, an adapter around it."""

@@ -45,20 +45,21 @@ def gradient_of_dispatch(backward: Call) -> Gradient:
     """Return the gradient of dispatch, whose backward op is `backward`."""
 
     def save(ctx: Any, engine: Engine, tag: int, output: tuple[Tensor, ...], inputs: Args) -> None:
-        recv_x, recv_weights, _, recv_plan, send_plan = output
-        ctx.engine, ctx.tag = engine, tag
-        ctx.shapes, ctx.dtypes = (recv_x.shape, recv_weights.shape), (recv_x.dtype, recv_weights.dtype)
+        recv_x, _, _, recv_plan, send_plan = output
+        ctx.engine, ctx.tag, ctx.capacity = engine, tag, recv_x.shape[0]
         ctx.set_materialize_grads(False)  # only two of the five outputs have gradients
         ctx.save_for_backward(recv_plan, send_plan)
 
     def differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grad_recv_x, grad_recv_weights = grads[:2]
         recv_plan, send_plan = ctx.saved_tensors
+        engine: Engine = ctx.engine
+        spec, capacity = engine.spec, ctx.capacity
         if grad_recv_x is None:
-            grad_recv_x = recv_plan.new_zeros(ctx.shapes[0], dtype=ctx.dtypes[0])
+            grad_recv_x = recv_plan.new_zeros(capacity, spec.hidden, dtype=spec.dtype)
         if grad_recv_weights is None:
-            grad_recv_weights = recv_plan.new_zeros(ctx.shapes[1], dtype=ctx.dtypes[1])
-        return backward(grad_recv_x, grad_recv_weights, recv_plan, send_plan, ctx.engine, ctx.tag)
+            grad_recv_weights = recv_plan.new_zeros(engine.weights_shape(capacity), dtype=spec.acc_dtype)
+        return backward(grad_recv_x, grad_recv_weights, recv_plan, send_plan, engine, ctx.tag)
 
     return Gradient(save, differentiate, _tangents_of_dispatch)
 

@@ -15,11 +15,19 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch._C import _are_functorch_transforms_active, _is_tracing, _len_torch_dispatch_stack
+from torch._C import (
+    _are_functorch_transforms_active,
+    _get_function_stack_at,
+    _is_tracing,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+)
 from torch._C._autograd import _profiler_enabled
+from torch._C._functorch import unwrap_if_dead  # noqa: F401, which the generated functions call
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
+from torch.utils._device import DeviceContext
 
 from moe_rt.engine.engine import engine_by_id
 from moe_rt.errors import Op
@@ -57,6 +65,12 @@ def unwatched(*tensors: Tensor) -> bool:
         if type(t) is not Tensor:
             return False
     return True
+
+
+def in_function_mode() -> bool:
+    """True if a TorchFunctionMode would see the op. A default device is such a mode also, and concerns factories only:
+    the dispatcher would call it for each operation of Python around the op."""
+    return any(type(_get_function_stack_at(i)) is not DeviceContext for i in range(_len_torch_function_stack()))
 
 
 def recorded(*tensors: Tensor | None) -> bool:
@@ -101,17 +115,19 @@ def op(
         OPS[made.name] = made
         texts, refusals = made.texts(differentiable), Refusals(made.name, kind, made.engine_at)
         texts["require"] = f"engine.{require_no_loss}(tag, {texts['differentiable']})" if require_no_loss else "pass"
-        texts["record"] = "watched" if gradient is None else "function.apply"
+        texts["record"] = "watched({arguments})" if gradient is None else "record({unwrapped})"
+        texts["record"] = texts["record"].format_map(texts)
         template = _CALL
         if gradient is not None:
             made.function = made.make_function(gradient, texts)
+            made.record = super(torch.autograd.Function, made.function).apply
             register_gradient(_lib, refusals, gradient, made.function.backward)
         elif require_no_loss or begins:
             template = _LOSSY_CALL
             register_lossy(_lib, refusals, made.caller_of(require_no_loss, differentiable))
         else:
             register_once(_lib, refusals)
-        call = _compiled(template, texts, watched=made.watched, function=made.function)[made.name]
+        call = _compiled(template, texts, watched=made.watched, record=made.record)[made.name]
         call.__doc__ = f"Run torch.ops.moe_rt.{made.name}. {shapes.__doc__}"
         return cast(Callable[P, R], call)
 
@@ -166,6 +182,7 @@ class TorchOp:
     """A declared op in torch's dispatcher. Its inputs come first, then `engine`, `tag` and options, then an output."""
 
     function: Any = None  # the autograd.Function of calls past the dispatcher, if the op has one
+    record: Any = None  # its `apply` without what torch does there for torch.func, which takes a fifth of the time
 
     def __init__(
         self, shapes: Callable[..., Any], kind: Op, method: str, require_traceable: str, names: dict[str, str]
@@ -233,6 +250,10 @@ class TorchOp:
         """Return the parts of the generated functions' text."""
         names = [p.name for p in self.parameters]
         passed = {p.name: f"{p.name}={p.name}" if p.kind is p.KEYWORD_ONLY else p.name for p in self.parameters}
+        unwrapped = {
+            n: f"{n} if {n} is None else unwrap_if_dead({n})" if n in self.optional else f"unwrap_if_dead({n})"
+            for n in self.inputs
+        }
         first = self.inputs[0]
         return {
             "name": self.name,
@@ -240,6 +261,7 @@ class TorchOp:
             "parameters": ", ".join(f"*, {name}" if passed[name] != name else name for name in names),
             "arguments": ", ".join(passed.values()),
             "given": ", ".join(text for name, text in passed.items() if name != "engine"),
+            "unwrapped": ", ".join(unwrapped.get(name, text) for name, text in passed.items()),
             "inputs": ", ".join(self.inputs),
             "tensors": ", ".join(f"{first} if {n} is None else {n}" if n in self.optional else n for n in self.inputs),
             "differentiable": ", ".join(differentiable),
@@ -257,17 +279,17 @@ class TorchOp:
 # Text costs a call nothing, while a closure that handles any number of arguments takes half a microsecond longer.
 _CALL = """
 def {name}({parameters}):
-    if unwatched({tensors}):
+    if unwatched({tensors}) and not (_len_torch_function_stack() and in_function_mode()):
         if recorded({differentiable}):
             {require}
-            return {record}({arguments})
+            return {record}
         return engine.{method}({given})
     return watched({arguments})
 """
 _LOSSY_CALL = """
 def {name}({parameters}):
     {require}
-    if unwatched({tensors}):
+    if unwatched({tensors}) and not (_len_torch_function_stack() and in_function_mode()):
         return engine.{method}({given})
     return watched({arguments})
 """

@@ -20,13 +20,15 @@ class LateWeights:
     """The weights of one forward of a layer, each with one node for its gradient.
 
     Args:
+        late: False for the usual nodes of products; weights are still made once.
+
+    Attributes:
         place: autograd's sequence number of these nodes: of the nodes that are ready, the one with the highest number
             runs. None for the usual numbers.
-        late: False for the usual nodes of products; weights are still made once.
     """
 
-    def __init__(self, place: int | None, *, late: bool = True) -> None:
-        self._place, self._late = place, late
+    def __init__(self, place: int | None = None, *, late: bool = True) -> None:
+        self.place, self._late = place, late
         self._made: dict[Hashable, dict[str, Tensor]] = {}
         self._views: dict[int, tuple[Tensor, Tensor, _Gradient]] = {}
 
@@ -44,8 +46,8 @@ class LateWeights:
         if id(weight) not in self._views:
             gradient = _Gradient()
             view = _Later.apply(b, gradient)
-            if self._place is not None:
-                view.grad_fn._set_sequence_nr(self._place)
+            if self.place is not None:
+                view.grad_fn._set_sequence_nr(self.place)
             self._views[id(weight)] = weight, view, gradient
         _, view, gradient = self._views[id(weight)]
         gradient.num_products += 1

@@ -51,34 +51,35 @@ def between(group: Any, fault: str, depth: int = 1, **options: Any) -> list[str]
     return [*waited, outcome(lambda: good_round(buffer))]
 
 
-def fork_between(group: Any) -> tuple[str, str]:
-    """A forked child waits for its parent's op. Return the errors of the child and of the parent."""
-    buffer = open_buffer(group)
-    pending = begin(buffer)
+def fork_between(group: Any, depth: int) -> tuple[str, str]:
+    """A forked child waits for its parent's ops. Return the outcomes of the child and of the parent, a line each."""
+    buffer = open_buffer(group, depth=depth)
+    all_begun = [begin(buffer) for _ in range(depth)]
     theirs, ours = os.pipe()
     child = os.fork()
     if child == 0:
-        os.write(ours, outcome(pending.wait).encode())
+        os.write(ours, "\n".join(outcome(pending.wait) for pending in all_begun).encode())
         os._exit(0)
     os.close(ours)
     with os.fdopen(theirs) as pipe:
         of_child = pipe.read()
     os.waitpid(child, 0)
-    of_parent = outcome(pending.wait)
+    of_parent = "\n".join(outcome(pending.wait) for pending in all_begun)
     good_round(buffer)
     buffer.close()
     return of_child, of_parent
 
 
-def interrupted_wait(group: Any) -> list[str]:
+def interrupted_wait(group: Any, depth: int) -> list[str]:
     """Rank 0 is interrupted while it waits for rank 1, which begins its op only after that."""
-    buffer = open_buffer(group)
+    buffer = open_buffer(group, depth=depth)
     good_round(buffer)
     if group.rank() == 0:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        pending = begin(buffer)
+        *others, last = [begin(buffer) for _ in range(depth)]
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-        return [outcome(pending.wait), outcome(lambda: good_round(buffer))]
+        waits = last.wait, *(pending.wait for pending in others)
+        return [*(outcome(wait) for wait in waits), outcome(lambda: good_round(buffer))]
     while outcome(buffer.check) == "ok":
         pass
     return [outcome(lambda: begin(buffer)), outcome(lambda: good_round(buffer))]

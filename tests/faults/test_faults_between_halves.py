@@ -28,6 +28,7 @@ SIZE = 3
         ("closes", "GroupClosed", 1),
         ("aborts", "GroupPoisoned", 1),
         ("dies", "PeerDead", 2),
+        ("raises", "GroupPoisoned", 2),
         ("closes", "GroupClosed", 2),
     ],
 )
@@ -49,17 +50,21 @@ def test_rank_that_fails_between_the_halves(fault: str, error: str, depth: int) 
     assert any(after.startswith(error) for *_, after in outcomes), outcomes
 
 
-def test_forked_child(make_ranks: MakeRanks) -> None:
-    for of_child, of_parent in make_ranks("shm", 2).run(cases.fork_between):
-        assert of_child.startswith("GroupClosed: ")
-        assert "after fork" in of_child
-        assert of_parent == "ok"
+@pytest.mark.parametrize("depth", [1, 2])
+def test_forked_child(make_ranks: MakeRanks, depth: int) -> None:
+    for of_child, of_parent in make_ranks("shm", 2).run(cases.fork_between, depth):
+        for line in of_child.split("\n"):
+            assert line.startswith("GroupClosed: "), of_child
+            assert "after fork" in line
+        assert of_parent == "\n".join(["ok"] * depth)
 
 
-def test_interrupted_wait(make_ranks: MakeRanks) -> None:
-    first, second = make_ranks("shm", 2).run(cases.interrupted_wait)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_interrupted_wait(make_ranks: MakeRanks, depth: int) -> None:
+    """The wait for the last op, which first ends the others, is interrupted."""
+    first, second = make_ranks("shm", 2).run(cases.interrupted_wait, depth)
     assert first[0].startswith("KeyboardInterrupt"), first
-    assert first[1].startswith("GroupPoisoned: "), first
+    assert all(text.startswith("GroupPoisoned: ") for text in first[1:]), first
     assert all(text.startswith("GroupPoisoned: ") for text in second), second
 
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from layer.cases_layer import config, inputs_for
-from layer.cases_overlap import Grads, LowRank, run
+from layer.cases_overlap import Grads, LowRank, run, whole
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,7 +22,7 @@ from moe_rt.nn import averaging, experts
 from moe_rt.parallel import prepare
 
 
-def make_layer(group: Any, num_chunks: int, **changes: Any) -> MoELayer:
+def make_layer(group: Any, num_chunks: Any, **changes: Any) -> MoELayer:
     """Return a layer whose rows have the same bits in any number of chunks."""
     layer = MoELayer(config(num_chunks=num_chunks, **{"sums": "invariant"} | changes), group)
     with torch.no_grad():
@@ -108,6 +110,59 @@ def one_and_many(group: Any, kind: str, num_chunks: int) -> tuple[Any, Any]:
     return gradients(group, kind, 1), gradients(group, kind, num_chunks)
 
 
+USES: dict[str, dict[str, Any]] = {  # with changes of the config
+    "mask": {},
+    "given experts": {},
+    "inference mode": {},
+    "layer after layer": {},
+    "two graphs": {},
+    "tangents": {},
+    "fewer tokens than chunks": {"num_max_tokens_per_rank": 2},
+    "dropped rows": {"capacity_factor": 3.0, "overflow": "drop"},
+    "retried": {"capacity_factor": 0.5, "overflow": "retry"},
+    "depth": {"depth": 2},
+    "codes": {"dispatch_dtype": torch.float8_e4m3fn, "combine_dtype": torch.int8, "sums": "ranked"},
+    "ucx": {"heap": "ucx"},
+    "ucx, automatic": {"heap": "ucx", "num_max_tokens_per_rank": 1 << 16},  # rows of 4 MiB
+}
+
+
+def used(group: Any, use: str) -> list[tuple[Tensor, list[Any], list[str]]]:
+    """Return the output, gradients, and ops in halves of a layer, in one chunk and in several."""
+    results = []
+    for num_chunks in (1, "auto" if "auto" in use else 4):
+        layer = make_layer(group, num_chunks, **USES[use])
+        x = inputs_for(group.rank(), 2 if use.startswith("fewer") else 9).requires_grad_(use != "inference mode")
+        with seen_ops() as seen:
+            outputs = _outputs(layer, use, x)
+            for y in outputs if use not in ("inference mode", "tangents") else ():
+                y.square().sum().backward()
+        grads = [x.grad, *(p.grad for p in layer.parameters())]
+        results.append((torch.cat(outputs).detach(), grads, [text for text in seen if text.startswith("begin")]))
+        layer.buffer.close()
+    return results
+
+
+def _outputs(layer: MoELayer, use: str, x: Tensor) -> list[Tensor]:
+    token = torch.arange(len(x))
+    if use == "mask":
+        return [layer(x, mask=token % 3 != 0)[0]]
+    if use == "given experts":
+        return [layer(x, torch.stack([token % 7, (token + 1) % 7, torch.full_like(token, -1)], 1))[0]]
+    if use == "inference mode":
+        with torch.inference_mode():
+            return [layer(x)[0]]
+    if use == "layer after layer":
+        return [layer(layer(x)[0])[0]]
+    if use == "two graphs":
+        return [layer(x)[0], layer(2 * x)[0]]
+    if use == "tangents":
+        with forward_ad.dual_level():
+            y, tangent = forward_ad.unpack_dual(layer(forward_ad.make_dual(x.detach(), torch.ones_like(x)))[0])
+            return [y, tangent]
+    return [layer(x)[0]]
+
+
 def wrapped(group: Any, wrap: str) -> list[tuple[Tensor, dict[str, Any]]]:
     """Return the output and gradients under a wrapper of data parallelism, in one chunk and in three."""
     results = []
@@ -182,6 +237,27 @@ def ranks_differ(group: Any, how: str) -> list[Any]:
                 y = layer(x)[0]
             y.square().sum().backward()
         results += [y.detach(), x.grad]
+        layer.buffer.close()
+    return results
+
+
+def whole_next_to_copies(group: Any, how: str) -> list[Grads]:
+    """Two of four ranks, one of each group, run their ops whole; the others, in halves, hold copies of their experts.
+
+    Return the experts' gradients, in one chunk and in three."""
+    ep = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "ep")).get_group("ep")
+    results: list[Grads] = []
+    for num_chunks in (1, 3):
+        layer = prepare(make_layer(ep, num_chunks, biases=True))
+        x = inputs_for(group.rank(), 9).requires_grad_()
+        differs = group.rank() in (0, 3)
+        with whole(False), torch.profiler.profile() if differs and how == "profiler" else nullcontext():
+            if differs and how == "compiled" and num_chunks > 1:
+                y = torch.compile(lambda x, layer=layer: layer(x)[0], fullgraph=True, backend="aot_eager")(x)
+            else:
+                y = layer(x)[0]
+            y.square().sum().backward()
+        results.append({name: p.grad for name, p in layer.experts.named_parameters()})
         layer.buffer.close()
     return results
 

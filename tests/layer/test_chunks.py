@@ -51,6 +51,16 @@ def test_bits_of_one_chunk(make_ranks: MakeRanks, kind: str) -> None:
         assert begun == [f"begin {op}" for op in ops]
 
 
+@pytest.mark.parametrize("use", cases.USES)
+def test_uses(make_ranks: MakeRanks, use: str) -> None:
+    """Chunks change no row, whatever else the layer does."""
+    for (y, grads, _), (same, same_grads, begun) in make_ranks("shm", 2).run(cases.used, use):
+        torch.testing.assert_close((same, same_grads), (y, grads))
+        num_chunks = chunks._CHUNKS_THAT_GAIN if "automatic" in use else 4
+        num_ops = {"tangents": 0, "two graphs": 2, "layer after layer": 2}.get(use, 1) * num_chunks
+        assert begun.count("begin dispatch") == begun.count("begin combine") == num_ops
+
+
 def overlapped(num_chunks: int) -> list[str]:
     """Return the order of a forward."""
     seen = ["begin dispatch", "end dispatch"]
@@ -106,6 +116,15 @@ def test_a_rank_with_whole_ops(make_ranks: MakeRanks, how: str) -> None:
 def test_means_of_gradients_are_taken_once(make_ranks: MakeRanks) -> None:
     """They may be collectives over copies of the experts: ranks that overlap and others must take equally many."""
     assert make_ranks("shm", 2).run(cases.num_means) == [2, 2]
+
+
+@pytest.mark.parametrize("how", ["profiler", "compiled"])
+def test_ranks_with_whole_ops_take_means_in_the_order_of_the_others(make_ranks: MakeRanks, how: str) -> None:
+    """Means are collective over copies of the experts: they and exchanges must not wait for each other in a circle."""
+    found = make_ranks("shm", 4).run(cases.whole_next_to_copies, how)
+    for (one, many), (copy, _) in zip(found, found[2:] + found[:2], strict=True):
+        torch.testing.assert_close(many, one)
+        torch.testing.assert_close(copy, one)
 
 
 def test_numbers_that_differ(make_ranks: MakeRanks) -> None:

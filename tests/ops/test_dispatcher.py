@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_rt import Buffer
@@ -67,12 +69,29 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_plain_eager_calls_go_past_it(buffer: Buffer, passes: list[str]) -> None:
-    there_and_back(buffer)
-    with torch.no_grad():
-        x, idx, w = tokens()
+@pytest.mark.parametrize(
+    "state",
+    [
+        nullcontext,
+        torch.no_grad,
+        torch.inference_mode,
+        torch.autograd.detect_anomaly,
+        torch.autograd.graph.save_on_cpu,
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        lambda: torch.device("meta"),
+    ],
+    ids=["plain", "no_grad", "inference_mode", "anomaly", "hooks on what is saved", "autocast", "default device"],
+)
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_plain_eager_calls_go_past_it(
+    buffer: Buffer, passes: list[str], state: Callable[[], AbstractContextManager[Any]]
+) -> None:
+    x, idx, w = tokens()
+    with state():
         recv_x, recv_weights, handle = buffer.dispatch(x, idx, w)
-        buffer.combine(recv_x, recv_weights, handle)
+        out = buffer.combine(recv_x, recv_weights, handle)
+        if out.requires_grad:
+            out.backward(torch.ones_like(out))
     assert passes == []
 
 
@@ -83,6 +102,49 @@ def test_a_mode_sees_every_op_and_changes_nothing(buffer: Buffer, passes: list[s
     assert seen.names == OPS
     assert set(passes) == set(OPS)
     assert all(torch.equal(a, b) for a, b in zip(alone, watched, strict=True))
+
+
+class Called(TorchFunctionMode):
+    """Records the names of moe_rt's ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "namespace", "") == "moe_rt":
+            self.names.append(func._schema.name.split("::")[1])
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_function_mode_sees_every_op(buffer: Buffer) -> None:
+    """It is not called in backward, which autograd runs."""
+    alone = there_and_back(buffer)
+    with torch.device("cpu"), Called() as called:
+        watched = there_and_back(buffer)
+    assert called.names[:2] == OPS[:2]
+    assert all(torch.equal(a, b) for a, b in zip(alone, watched, strict=True))
+
+
+def test_fakes_see_every_op(buffer: Buffer, passes: list[str]) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x, idx, w = tokens()
+        recv_x, recv_weights, handle = buffer.dispatch(x, idx, w)
+        assert buffer.combine(recv_x, recv_weights, handle).shape == x.shape
+    assert set(OPS[:2]) <= set(passes)
+
+
+def test_tensors_that_left_a_transform(buffer: Buffer) -> None:
+    """torch.func.grad passes wrappers, which are dead when it has returned; autograd takes what is inside."""
+    x, idx, w = tokens()
+    kept: list[Tensor] = []
+    torch.func.grad(lambda t: (kept.append(t), t.sum())[1])(x.detach())
+    expected, _, handle = buffer.dispatch(x.detach(), idx, w)
+    found, recv_weights, _ = buffer.dispatch(kept[0], idx, w)
+    rows = int(handle.offs[-1])
+    assert torch.equal(found[:rows], expected[:rows])
+    buffer.combine(found, recv_weights, handle).sum().backward()
+    assert w.grad is not None
 
 
 def test_the_profiler_sees_every_op(buffer: Buffer) -> None:
@@ -144,7 +206,7 @@ def test_a_call_whose_gradients_nobody_wants_makes_no_node(
     """A call without inputs that require gradients makes no autograd node, although gradients are recorded."""
     x, idx, w = tokens()
     for function in (declare.OPS["dispatch"].function, declare.OPS["combine"].function):
-        monkeypatch.setattr(function, "apply", lambda *args: pytest.fail("a Function was called"))
+        monkeypatch.setattr(function, "forward", lambda *args: pytest.fail("a Function was called"))
     recv_x, recv_weights, handle = buffer.dispatch(x.detach(), idx, w.detach())
     assert buffer.combine(recv_x, recv_weights, handle).grad_fn is None
     assert passes == []

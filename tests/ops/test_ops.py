@@ -17,6 +17,7 @@ from moe_rt import Buffer
 from moe_rt.engine import engine
 from moe_rt.nn.experts import grouped_linear, swiglu
 from moe_rt.ops import grouped
+from moe_rt.routes import ops as _ops_of_routes  # noqa: F401, which are checked also
 
 T, H, K, E = 5, 6, 2, 4
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from moe_rt import Buffer, _engine
 from moe_rt.buffer.handle import Handle
 from moe_rt.config.spec import ELEMENTS
+from moe_rt.errors import InvalidInput
 
 T, H, K, E, PLAN = 3, 8, 2, 4, 50
 DTYPES = list(ELEMENTS)
@@ -36,6 +37,11 @@ def combined(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     weights = torch.zeros(7, dtype=torch.float64 if dtype is torch.float64 else torch.float32)
     plans = torch.zeros(PLAN, dtype=torch.int32), torch.zeros(T, K, dtype=torch.int32)
     return {"y": torch.zeros(5, H, dtype=dtype), "recv_weights": weights, "recv_plan": plans[0], "send_plan": plans[1]}
+
+
+def backward(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    given = combined(dtype)
+    return {"grad_out": torch.zeros(T, H, dtype=dtype), **{n: given[n] for n in ("y", "recv_weights", "recv_plan")}}
 
 
 def strided(t: Tensor) -> Tensor:
@@ -68,6 +74,7 @@ def test_plain_tensors(dtype: torch.dtype) -> None:
     given, returned = dispatched(dtype), combined(dtype)
     assert reader(dtype).dispatch(*given.values()) == T
     assert reader(dtype).combine(*returned.values()) == (5, 7, T)
+    assert reader(dtype).combine_backward(*backward(dtype).values())
     given["topk_idx"] = given["topk_idx"].to(torch.int32)
     assert reader(dtype).dispatch(*given.values()) == T
     assert reader(dtype).dispatch(*(t[:0] for t in given.values())) == 0
@@ -76,6 +83,7 @@ def test_plain_tensors(dtype: torch.dtype) -> None:
         if other is not dtype:
             assert reader(other).dispatch(*given.values()) == -1
             assert reader(other).combine(*returned.values()) is None
+            assert not reader(other).combine_backward(*backward(dtype).values())
 
 
 def test_rows_of_tokens() -> None:
@@ -87,6 +95,7 @@ def test_rows_of_tokens() -> None:
     given["recv_weights"] = torch.zeros(7, K)
     assert reader(by_token=True).combine(*given.values()) == (5, 7, T)
     assert reader().combine(*given.values()) is None
+    assert not reader(by_token=True).combine_backward(*backward().values())
 
 
 @pytest.mark.parametrize("odd", ODD)
@@ -101,23 +110,39 @@ def test_what_is_not_plain_in_a_dispatch(odd: str, name: str) -> None:
 @pytest.mark.parametrize("odd", ODD)
 @pytest.mark.parametrize("name", combined())
 def test_what_is_not_plain_in_a_combine(odd: str, name: str) -> None:
-    given: dict[str, Any] = combined()
-    any_length = {"y": ("one row more",), "send_plan": ("one row more",)}
-    any_length["recv_weights"] = ("one row more", "one column more", "None")  # layouts "experts" and "tokens"
+    given = with_odd(combined(), odd, name)
+    without_weights = (name, odd) == ("recv_weights", "None")  # layout "tokens"
+    if given is not None and not without_weights:
+        assert reader().combine(*given.values()) is None
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("name", backward())
+def test_what_is_not_plain_in_a_combine_backward(odd: str, name: str) -> None:
+    given = with_odd(backward(), odd, name)
+    assert given is None or not reader().combine_backward(*given.values())
+
+
+def with_odd(given: dict[str, Any], odd: str, name: str) -> dict[str, Any] | None:
+    """Return operands of a combine-type op, one of which is odd; None if any other one would be right also."""
+    any_length = dict.fromkeys(("y", "send_plan", "grad_out"), ("one row more",))
+    any_length["recv_weights"] = ("one row more", "one column more")
     if odd in any_length.get(name, ()) or (name.endswith("plan") and odd in ("no memory", "part of no memory")):
-        return  # plans always have memory, and the engine checks that they are its own
+        return None  # plans always have memory, and the engine checks that they are its own
     if name.endswith("plan") and odd == "dtype of another kind":
         odd = "another dtype"
     if name == "recv_plan" and odd == "one dimension less":
         odd = "scalar"
-    given[name] = ODD[odd](given[name])
-    assert reader().combine(*given.values()) is None
+    return {**given, name: ODD[odd](given[name])}
 
 
 def test_more_rows_than_weights() -> None:
     given = combined()
     assert reader().combine(given["y"], given["recv_weights"][:5], given["recv_plan"], given["send_plan"]) == (5, 5, T)
     assert reader().combine(given["y"], given["recv_weights"][:4], given["recv_plan"], given["send_plan"]) is None
+    y, weights, plan = (given[name] for name in ("y", "recv_weights", "recv_plan"))
+    assert reader().combine_backward(y, y, weights[:5], plan)
+    assert not reader().combine_backward(y, y, weights[:4], plan)
 
 
 def test_where_vectors_begin() -> None:
@@ -154,12 +179,12 @@ def test_ops_do_the_same_where_nothing_is_plain() -> None:
     with Buffer(None, **sizes) as buffer:
         expected, handle = there_and_back(buffer)
         asked: list[str] = []
-        refusing = {"dispatch": -1, "combine": None}
+        refusing = {"dispatch": -1, "combine": None, "combine_backward": False}
         buffer._engine._reader = SimpleNamespace(
             **{name: lambda *args, name=name: asked.append(name) or refusing[name] for name in refusing}
         )
         found, other = there_and_back(buffer)
-        assert asked == ["dispatch", "combine", "combine"]
+        assert asked == ["dispatch", "combine", "combine_backward", "combine"]
         assert torch.equal(found, expected)
         assert torch.equal(other.offs, handle.offs)
 
@@ -181,3 +206,26 @@ def test_memory_that_is_avoided(begin: int, end: int) -> None:
         assert looks.combine(*returned.values()) is not None
         looks.avoid(begin=returned[name].data_ptr(), end=returned[name].data_ptr() + 1)
         assert looks.combine(*returned.values()) is None, name
+    for name in backward():
+        given = backward()
+        looks = reader()
+        looks.avoid(begin=given[name].data_ptr(), end=given[name].data_ptr() + 1)
+        assert not looks.combine_backward(*given.values()), name
+
+
+@pytest.mark.parametrize("tag", [-1, 1 << 28, 0.0])
+def test_plain_tensors_do_not_hide_a_wrong_tag(tag: Any) -> None:
+    sizes = dict(num_max_tokens_per_rank=T, hidden=H, num_topk=K, num_experts=E, dtype=torch.float32)
+    with Buffer(None, **sizes) as buffer:
+        x = torch.randn(T, H)
+        recv_x, recv_weights, handle = buffer.dispatch(x, torch.zeros(T, K).long(), torch.rand(T, K))
+        plans = handle.recv_plan, handle.send_plan
+        calls = {
+            "dispatch": (x, torch.zeros(T, K).long(), torch.rand(T, K)),
+            "combine": (recv_x, recv_weights, *plans),
+            "combine_backward": (x, recv_x, recv_weights, plans[0]),
+            "dispatch_backward": (recv_x, recv_weights, *plans),
+        }
+        for name, given in calls.items():
+            with pytest.raises(InvalidInput, match="tag: got"):
+                getattr(buffer._engine, name)(*given, tag)
