@@ -23,7 +23,7 @@ from moe_rt.errors import InvalidConfig, expect
 from moe_rt.plan.distinct import Array
 from moe_rt.plan.families import FAMILIES
 from moe_rt.plan.fit import P95, Correction, fit, slopes_of, uncertainty
-from moe_rt.plan.points import Points, Row, Shape
+from moe_rt.plan.points import Points, Row, Shape, least
 from moe_rt.plan.systems import System, gpu_of, row_bytes
 
 VERSION = 3
@@ -140,7 +140,7 @@ def calibrate(rows: Sequence[Row], *, date: str, source: str = "", device: str =
     """Fit one calibration for each system and op among measurements.
 
     A second fit starts from what the first one found for similar systems: measurements of one seldom decide all
-    parameters.
+    parameters. Of repeated measurements on CPU ranks the least counts (`least`); published ones are means already.
 
     Args:
         source, device: origin of the measurements; what the rows state, unless given.
@@ -149,8 +149,9 @@ def calibrate(rows: Sequence[Row], *, date: str, source: str = "", device: str =
         InvalidConfig: `rows` is empty.
     """
     expect(bool(rows), "measurements", "none", "at least one")
+    copies = [row for row in rows if row.system.family == "copies"]
     groups: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
+    for row in (*(row for row in rows if row.system.family != "copies"), *least(copies)):
         groups.setdefault((row.system.key, row.op), []).append(row)
     members = list(groups.values())
     alone = [_fit(group, usual_of(group[0].system, group[0].op)) for group in members]
@@ -209,12 +210,39 @@ def _calibration(
 
 def usual_of(system: System, op: str) -> dict[str, float]:
     """Return centres of the priors that the data sheet or the op decide."""
+    if system.family == "copies":
+        return _usual_copies(op)
     share = 0.8 if system.family == "channels" else 0.7
-    usual = {} if system.family == "copies" else {"B_link": share * system.gpu.link_gbs}
+    usual = {"B_link": share * system.gpu.link_gbs}
     if op == "combine" and system.family == "direct":
         usual |= {"c_round": 0.4, "c_byte": 0.015}  # nothing is cast, unlike in dispatch
     if op == "combine" and system.family == "channels":
         usual |= {"c_token": 50.0, "sharp_work": 7.0, "c_first": 0.25, "fill": 100.0, "knee": 200.0, "sharp": 0.1}
+    return usual
+
+
+def _usual_copies(op: str) -> dict[str, float]:
+    """Return the costs of an op that consists of several exchanges: each has all costs of one, on the same bytes.
+
+    Combine writes past the caches much earlier than dispatch. Gradients add autograd's calls and copies. A layer's
+    router works on every token, and its experts pass rows through memory, forward as often as two more exchanges.
+    """
+    exchanges = {"dispatch": 1.0, "combine": 1.0, "pair": 2.0, "layer": 2.0}.get(op, 5.0)
+    layer = op.startswith("layer")
+    usual = {}
+    for parameter in FAMILIES["copies"].parameters:
+        name, value = parameter.name, parameter.usual
+        if name.startswith(("t0", "t_peer", "c_token", "c_visit", "c_entry")):
+            usual[name] = value * exchanges
+        elif name in ("B_copy", "B_peer", "B_memory"):
+            usual[name] = value / exchanges
+    if op == "combine":
+        usual |= {"cache": 10.0, "past": 1.0}
+    elif op != "dispatch":
+        usual["past"] = 0.7  # the other exchanges read what dispatch wrote
+    if layer:
+        usual |= {"c_token": 100 * exchanges, "c_entry": 30 * exchanges, "B_memory": 20 / exchanges}
+        usual |= {"t_layer": 150 * exchanges, "F_products": 300 / exchanges}
     return usual
 
 
