@@ -237,7 +237,7 @@ def _usual_copies(op: str) -> dict[str, float]:
         elif name in ("B_copy", "B_peer", "B_memory"):
             usual[name] = value / exchanges
     if op == "combine":
-        usual |= {"cache": 10.0, "past": 1.0}
+        usual |= {"cache": 8.0, "past": 1.0}
     elif op != "dispatch":
         usual["past"] = 0.7  # the other exchanges read what dispatch wrote
     if layer:

@@ -147,14 +147,19 @@ def _copies(p: Values, x: Points) -> Array:
     core = (counted + copied * x.row_bytes) / 1e3
 
     each = x.ranks * x.tokens * x.row_bytes / 1e6  # all tokens' rows once, in MB
-    held = each * (x.to_ranks + x.topk)
-    missed = 1 / (1 + (p["cache"] / np.maximum(held, 1e-9)) ** CACHE_SHARPNESS)
+    new = _missed(each, p["inputs"])
+    missed = _missed(each * (2 + x.topk), p["cache"])
     streamed = 1 / (1 + (p["stream"] / np.maximum(each * x.topk, 1e-9)) ** SWITCH_SHARPNESS)
     a_entry = 1 - streamed * (1 - p["past"])
-    moved = each * missed * (p["a_token"] + p["a_visit"] * from_peers + a_entry * x.topk)
+    moved = each * (new * p["a_token"] + missed * (p["a_visit"] * from_peers + a_entry * x.topk))
     memory = moved / p["B_memory"] * 1e3 * np.maximum(1, of_core / (x.ranks * p["one_core"]))
     latency = (p["t0"] + p["t_peer"] * (x.ranks - 1)) * turns
     return latency + join(core, memory, 1 + p["sharp"]) + _products(p, x, turns) + _crossing(p, x, turns)
+
+
+def _missed(held_mb: Array, cache_mb: float) -> Array:
+    """Return the share of the bytes held that a cache of this size does not keep."""
+    return 1 / (1 + (cache_mb / np.maximum(held_mb, 1e-9)) ** CACHE_SHARPNESS)
 
 
 def _crossing(p: Values, x: Points, turns: Array) -> Array:
@@ -256,7 +261,8 @@ FAMILIES = {
                 Parameter("c_entry", "ns", 15.0, 1.0),
                 Parameter("B_copy", "GB/s", 40.0, 0.7),
                 Parameter("B_peer", "GB/s", 15.0, 0.7),
-                Parameter("cache", "MB", 25.0, 0.6),
+                Parameter("cache", "MB", 28.0, 0.5),
+                Parameter("inputs", "MB", 4.0, 0.5),
                 Parameter("B_memory", "GB/s", 40.0, 0.7),
                 Parameter("a_token", "1", 1.5, 0.4),
                 Parameter("a_visit", "1", 1.0, 0.6),
