@@ -221,27 +221,38 @@ def usual_of(system: System, op: str) -> dict[str, float]:
     return usual
 
 
+# Times that the exchanges of an op, in turn, pass each token's row, each row of a peer and each expert's row through
+# memory if no cache keeps it: a row that is written is first read, unless it is written past the caches. Last, the
+# part of the passes of experts' rows that remains then.
+_PASSES = {
+    "dispatch": (3.0, 0.5, 2.0, 0.5),
+    "combine": (1.0, 2.0, 1.0, 1.0),
+    "pair": (4.0, 2.5, 3.0, 0.67),
+    "pair+backward": (10.0, 5.0, 7.0, 0.7),
+    "layer": (4.0, 2.5, 12.0, 0.9),
+    "layer+backward": (10.0, 5.0, 60.0, 0.9),
+}
+
+
 def _usual_copies(op: str) -> dict[str, float]:
-    """Return the costs of an op that consists of several exchanges: each has all costs of one, on the same bytes.
+    """Return the costs of an op that consists of several exchanges: each has all costs of one.
 
     Combine writes past the caches much earlier than dispatch. Gradients add autograd's calls and copies. A layer's
-    router works on every token, and its experts pass rows through memory, forward as often as two more exchanges.
+    router works on every token, and its experts pass rows through memory.
     """
     exchanges = {"dispatch": 1.0, "combine": 1.0, "pair": 2.0, "layer": 2.0}.get(op, 5.0)
-    layer = op.startswith("layer")
-    usual = {}
+    usual = dict(zip(("a_token", "a_visit", "a_entry", "past"), _PASSES.get(op, _PASSES["pair"]), strict=True))
     for parameter in FAMILIES["copies"].parameters:
         name, value = parameter.name, parameter.usual
-        if name.startswith(("t0", "t_peer", "c_token", "c_visit", "c_entry")):
+        if name in ("t0", "t_peer", "c_token", "c_visit", "c_entry"):
             usual[name] = value * exchanges
-        elif name in ("B_copy", "B_peer", "B_memory"):
+        elif name in ("B_copy", "B_peer"):
             usual[name] = value / exchanges
     if op == "combine":
-        usual |= {"cache": 8.0, "past": 1.0}
-    elif op != "dispatch":
-        usual["past"] = 0.7  # the other exchanges read what dispatch wrote
-    if layer:
-        usual |= {"c_token": 100 * exchanges, "c_entry": 30 * exchanges, "B_memory": 20 / exchanges}
+        usual["cache"] = 6.0
+    if op.startswith("layer"):
+        usual["cache"] = 4.0
+        usual |= {"c_token": 100 * exchanges, "c_entry": 30 * exchanges}
         usual |= {"t_layer": 150 * exchanges, "F_products": 300 / exchanges}
     return usual
 

@@ -139,7 +139,7 @@ def _copies(p: Values, x: Points) -> Array:
     all cores share, or at a part of it if few cores have all the rows.
     """
     turns = np.ceil(x.ranks / x.sms_of_gpu)  # ranks that take turns on one core
-    of_core = np.maximum(turns, x.busiest)
+    of_core = turns * x.busiest  # ranks that wait share the core with the busiest one: they spin, and yield in turn
     tokens, visits, entries = x.tokens * turns, x.tokens * x.to_ranks * of_core, x.tokens * x.topk * of_core
     from_peers = x.to_ranks * (1 - 1 / x.ranks)
     counted = tokens * p["c_token"] + visits * p["c_visit"] + entries * p["c_entry"]
@@ -150,8 +150,8 @@ def _copies(p: Values, x: Points) -> Array:
     new = _missed(each, p["inputs"])
     missed = _missed(each * (2 + x.topk), p["cache"])
     streamed = 1 / (1 + (p["stream"] / np.maximum(each * x.topk, 1e-9)) ** SWITCH_SHARPNESS)
-    a_entry = 1 - streamed * (1 - p["past"])
-    moved = each * (new * p["a_token"] + missed * (p["a_visit"] * from_peers + a_entry * x.topk))
+    passes = p["a_entry"] * (1 - streamed * (1 - p["past"]))
+    moved = each * (new * p["a_token"] + missed * (p["a_visit"] * from_peers + passes * x.topk))
     memory = moved / p["B_memory"] * 1e3 * np.maximum(1, of_core / (x.ranks * p["one_core"]))
     latency = (p["t0"] + p["t_peer"] * (x.ranks - 1)) * turns
     return latency + join(core, memory, 1 + p["sharp"]) + _products(p, x, turns) + _crossing(p, x, turns)
@@ -256,20 +256,21 @@ FAMILIES = {
             (
                 Parameter("t0", "us", 4.0, 0.7),
                 Parameter("t_peer", "us", 3.0, 0.7),
-                Parameter("c_token", "ns", 20.0, 1.0),
-                Parameter("c_visit", "ns", 40.0, 1.0),
-                Parameter("c_entry", "ns", 15.0, 1.0),
-                Parameter("B_copy", "GB/s", 40.0, 0.7),
-                Parameter("B_peer", "GB/s", 15.0, 0.7),
-                Parameter("cache", "MB", 28.0, 0.5),
-                Parameter("inputs", "MB", 4.0, 0.5),
-                Parameter("B_memory", "GB/s", 40.0, 0.7),
-                Parameter("a_token", "1", 1.5, 0.4),
-                Parameter("a_visit", "1", 1.0, 0.6),
+                Parameter("c_token", "ns", 20.0, 0.5),
+                Parameter("c_visit", "ns", 40.0, 0.7),
+                Parameter("c_entry", "ns", 15.0, 0.7),
+                Parameter("B_copy", "GB/s", 80.0, 0.5),
+                Parameter("B_peer", "GB/s", 17.0, 0.5),
+                Parameter("cache", "MB", 28.0, 0.3),
+                Parameter("inputs", "MB", 6.0, 0.3),
+                Parameter("B_memory", "GB/s", 50.0, 0.4),
+                Parameter("a_token", "1", 3.0, 0.3),
+                Parameter("a_visit", "1", 0.5, 0.3),
+                Parameter("a_entry", "1", 2.0, 0.3),
                 Parameter("stream", "MB", 26.8, 0.05),
                 Parameter("past", "1", 0.5, 0.2),
-                Parameter("one_core", "1", 0.65, 0.2),
-                Parameter("sharp", "1", 0.5, 0.7),
+                Parameter("one_core", "1", 0.7, 0.2),
+                Parameter("sharp", "1", 0.5, 0.5),
                 Parameter("F_products", "GFLOP/s", 150.0, 0.7),
                 Parameter("B_weights", "GB/s", 8.0, 0.5),
                 Parameter("c_expert", "us", 10.0, 1.0),
