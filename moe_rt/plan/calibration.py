@@ -92,7 +92,7 @@ class Calibration:
     @cached_property
     def correction(self) -> Correction:
         """The correction of the formula near measured shapes."""
-        return Correction.of(np.array(self.features), np.array(self.residuals))
+        return Correction.of(np.array(self.features), np.array(self.residuals), FAMILIES[self.family].noise)
 
     @cached_property
     def doubt(self) -> Array:

@@ -117,13 +117,17 @@ def least(rows: Iterable[Row]) -> list[Row]:
 
     Other programs, and other virtual machines that share memory, only add. The cores of a virtual machine share a cache
     at some times and not at others, which makes small ops slower and large ones faster. So only times with a shared
-    cache count, if a shape has any.
+    cache count, if a shape has any; between nodes, where TCP takes most of the time, all count.
     """
     groups: dict[tuple[str, str, Shape], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.system.key, row.op, row.shape), []).append(row)
     near_ns = Tuning().near_ns
-    return [min(group, key=lambda row: (row.line_ns > near_ns, row.latency_us)) for group in groups.values()]
+
+    def order(row: Row) -> tuple[bool, float]:
+        return row.shape.nodes == 1 and row.line_ns > near_ns, row.latency_us
+
+    return [min(group, key=order) for group in groups.values()]
 
 
 def read_rows(path: Path, guess: bool = False) -> tuple[list[tuple[int, Row]], list[tuple[int, str]]]:
