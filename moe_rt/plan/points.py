@@ -28,6 +28,7 @@ OP_NAMES = (
     ("combine", "combine"),
 )
 MOST_LOW_LATENCY = 256  # tokens up to which a row of no mode is guessed to be of low latency
+APART = 2.0  # factor by which a time with a shared cache differs from one without, at most
 OPS = ("dispatch", "combine", "pair", "layer")  # pair is dispatch and combine; +backward may follow
 
 
@@ -116,18 +117,21 @@ def least(rows: Iterable[Row]) -> list[Row]:
     """Return one row for each shape, with the least of its times.
 
     Other programs, and other virtual machines that share memory, only add. The cores of a virtual machine share a cache
-    at some times and not at others, which makes small ops slower and large ones faster. So only times with a shared
-    cache count, if a shape has any; between nodes, where TCP takes most of the time, all count.
+    at some times and not at others, which makes small ops slower and large ones faster, by less than a factor of 2. So
+    only times with a shared cache count, if a shape has any that others did not disturb more than that; between nodes,
+    where TCP takes most of the time, all count.
     """
     groups: dict[tuple[str, str, Shape], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.system.key, row.op, row.shape), []).append(row)
-    near_ns = Tuning().near_ns
+    return [min(_near(group), key=lambda row: row.latency_us) for group in groups.values()]
 
-    def order(row: Row) -> tuple[bool, float]:
-        return row.shape.nodes == 1 and row.line_ns > near_ns, row.latency_us
 
-    return [min(group, key=order) for group in groups.values()]
+def _near(group: list[Row]) -> list[Row]:
+    """Return the times of a shape that count."""
+    most_us = APART * min(row.latency_us for row in group)
+    near = [row for row in group if row.line_ns <= Tuning().near_ns and row.latency_us < most_us]
+    return near if near and group[0].shape.nodes == 1 else group
 
 
 def read_rows(path: Path, guess: bool = False) -> tuple[list[tuple[int, Row]], list[tuple[int, str]]]:
