@@ -254,6 +254,8 @@ def _usual_copies(op: str) -> dict[str, float]:
         usual["cache"] = 4.0
         usual |= {"c_token": 100 * exchanges, "c_entry": 30 * exchanges}
         usual |= {"t_layer": 150 * exchanges, "F_products": 300 / exchanges}
+    if op == "layer+backward":
+        usual["grads"] = 0.2
     return usual
 
 

@@ -174,11 +174,14 @@ def _crossing(p: Values, x: Points, turns: Array) -> Array:
 
 
 def _products(p: Values, x: Points, turns: Array) -> Array:
-    """Return the time of the busiest rank's experts: operations, the reading of weights, and calls; 0 without any."""
+    """Return the time of the busiest rank's experts: operations, the reading of weights, and calls; 0 without any.
+
+    Experts that receive rows read their weights; all have gradients, zeros included.
+    """
     rows, local = x.tokens * x.topk * np.maximum(turns, x.busiest), x.experts / x.ranks * turns
     inner = x.hidden * x.intermediate
     chosen = 1 - (1 - x.topk / x.experts) ** (x.ranks * x.tokens)  # share of the experts that receive a row
-    read = local * chosen * 3 * inner * x.row_bytes / x.hidden
+    read = local * (chosen + p["grads"]) * 3 * inner * x.row_bytes / x.hidden
     calls = np.where(inner > 0, p["t_layer"] * turns + local * p["c_expert"], 0.0)
     return rows * 6 * inner / p["F_products"] / 1e3 + read / p["B_weights"] / 1e3 + calls
 
@@ -273,6 +276,7 @@ FAMILIES = {
                 Parameter("sharp", "1", 0.5, 0.5),
                 Parameter("F_products", "GFLOP/s", 150.0, 0.7),
                 Parameter("B_weights", "GB/s", 8.0, 0.5),
+                Parameter("grads", "1", 1e-6, 0.5),
                 Parameter("c_expert", "us", 10.0, 1.0),
                 Parameter("t_layer", "us", 300.0, 1.0),
                 Parameter("t_net", "us", 200.0, 0.7),

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from moe_rt.errors import InvalidConfig
 from moe_rt.lab.bench.calibrate import cases_of, cores_apart, measure
-from moe_rt.plan.calibration import Library, calibrate, load, published, save
+from moe_rt.plan.calibration import Library, calibrate, load, published, save, usual_of
 from moe_rt.plan.families import FAMILIES, pipelined
 from moe_rt.plan.fit import Correction, fit
 from moe_rt.plan.models import MODELS
@@ -76,6 +76,22 @@ def test_the_busiest_rank_shares_its_core_with_ranks_that_wait() -> None:
     assert even > 1.5 * copies_us(**small | alone)
     assert 1.5 * even < skewed < 4 * even
     assert skewed > 1.5 * copies_us(**small | alone | {"notes": "busiest=4.0; to_ranks=1.0"})
+
+
+def test_all_local_experts_have_gradients() -> None:
+    """A token visits one of many experts: gradients of the others are written, though their weights are not read."""
+    line = LINE | dict(
+        library="moe_rt", hardware="cpu: chip, 2 cores", mode="copies", dtype="bf16", tokens_per_rank="1"
+    )
+
+    def us(experts: str, op: str) -> float:
+        row = parse(line | dict(op=op, ep_size="2", topk="1", experts=experts, notes="intermediate=4096"))
+        found = FAMILIES["copies"].seconds(usual, Points.of([row.shape]))
+        return float(found[0]) - int(experts) / 2 * usual["c_expert"]
+
+    for op, more in (("layer", False), ("layer+backward", True)):
+        usual = {p.name: p.usual for p in FAMILIES["copies"].parameters} | usual_of(parse(line).system, op)
+        assert (us("128", op) > 2 * us("8", op)) is more
 
 
 def test_bytes_that_no_cache_keeps_go_through_memory_that_cores_share() -> None:
@@ -311,7 +327,13 @@ def test_the_least_of_the_times_counts_whose_cores_shared_a_cache() -> None:
         made = LINE | dict(library="moe_rt", hardware="cpu: chip, 2 cores", mode="copies", dtype="bf16", ep_size="2")
         return parse(made | {"latency_us": str(us), "notes": f"line {ns} ns"} | changes)
 
-    seen = [line(50, 120), line(80, 12), line(70, 20), line(9, 120, tokens_per_rank="8"), line(8, 99, tokens_per_rank="8")]
+    seen = [
+        line(50, 120),
+        line(80, 12),
+        line(70, 20),
+        line(9, 120, tokens_per_rank="8"),
+        line(8, 99, tokens_per_rank="8"),
+    ]
     assert [row.latency_us for row in least(seen)] == [70, 8]
     far = [line(us, ns, notes=f"line {ns} ns; nodes=2") for us, ns in ((50, 120), (80, 12))]
     assert [row.latency_us for row in least(far)] == [50], "TCP between nodes takes most of the time"

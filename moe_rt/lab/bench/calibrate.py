@@ -105,7 +105,7 @@ def _line_ns(run: dict[str, Any]) -> float:
 def cores_apart(lines: list[dict[str, str]]) -> str:
     """Return a warning if the cores did not share a cache while lines were measured, which a virtual machine decides.
 
-    The least time to read a peer's line counts, since large shapes evict lines from any cache.
+    The least time to read a peer's line counts: of a shape's rounds, those with a shared cache do (`least`).
     """
     read_ns = [float(found[1]) for line in lines if (found := re.search(r"; line (\d+) ns", line["notes"]))]
     least = min((ns for ns in read_ns if ns > 0), default=0.0)

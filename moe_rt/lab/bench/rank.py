@@ -23,13 +23,11 @@ from moe_rt.lab.bench.expect import Expectation
 from moe_rt.lab.bench.inputs import Inputs, make_inputs, num_rotations
 from moe_rt.lab.bench.links import Links, round_trip_us
 from moe_rt.lab.bench.measure import measure
-from moe_rt.lab.bench.observe import observe_layer, observe_pair
+from moe_rt.lab.bench.observe import line_latency_ns, observe_layer, observe_pair
 from moe_rt.lab.bench.trace import trace_layer
 from moe_rt.lab.bench.traffic import bytes_moved
 from moe_rt.lab.bench.world import World, join_processes, run_threads
 from moe_rt.lab.testing.programs import end_with_starter
-
-FEW_TOKENS, LOOKS = 64, 8  # tokens of a dispatch that looks at a peer's lines, and looks at each peer
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ def run_case(world: World, job: Job, case: Case, progress: Callable[[float], Non
             result["link"] = links.count(world, step, c.unit)
     for contestant in present:
         if isinstance(contestant, MoeRt) and not case.on_gpu:
-            record["line_latency_ns"] = _line_latency_ns(world, contestant, inputs[0])
+            record["line_latency_ns"] = line_latency_ns(world, contestant.buffer, inputs[0])
         if type(contestant) is MoeRt:
             own = [step for c, step in entries if c is contestant]
             record["moe_rt"] = {"heap_bytes": contestant.buffer.num_bytes, "route": contestant.buffer.route}
@@ -90,19 +88,6 @@ def run_case(world: World, job: Job, case: Case, progress: Callable[[float], Non
             record.setdefault("trace", []).extend(trace_layer(world, contestant.buffer, own, contestant.name))
         contestant.close()
     return record
-
-
-def _line_latency_ns(world: World, contestant: MoeRt, inputs: Inputs) -> list[list[float]]:
-    """Return [rank][peer], the time to read a line that the peer has just written, after small dispatches.
-
-    Large ones evict these lines, which then look as far as those of a peer with another cache. Each dispatch looks at
-    one peer, and an estimate needs several to rise.
-    """
-    few = slice(FEW_TOKENS)
-    with torch.no_grad():
-        for _ in range(LOOKS * (world.size - 1)):
-            contestant.dispatch(inputs.x[few], inputs.topk_idx[few], inputs.topk_weights[few])
-    return [json.loads(text) for text in world.gather(json.dumps(contestant.buffer.timings()["line_latency_ns"]))]
 
 
 def _observe(world: World, job: Job, contestant: MoeRt, steps: list[Step], inputs: list[Inputs]) -> dict[str, Any]:
