@@ -4,10 +4,10 @@
     python bench/plan_check.py --out bench/results/DIRECTORY
 
 The first form measures what a piece's tables lack, in each of three rounds of new processes, and stops after
-`--seconds`; the next call continues. A shape's time is the least of its rounds, of those whose cores shared a cache if
-there are any (`moe_rt.plan.points.least`). The second form predicts all that was
-measured, prints a line for each prediction, and last one JSON line: errors, and how much two rounds of one shape
-differ. Layers and two emulated nodes have shapes of their own for calibration.
+`--seconds`; the next call continues. A shape's time is the least of its rounds, or of rounds whose cores shared a cache
+(`moe_rt.plan.points.least`). The second form predicts all that was measured, prints a line for each prediction, and
+last one JSON line: errors, and how much two rounds of one shape differ. Layers and two emulated nodes have shapes of
+their own for calibration.
 """
 
 from __future__ import annotations

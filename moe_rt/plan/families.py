@@ -133,9 +133,9 @@ def _pairs(p: Values, x: Points) -> Array:
 def _copies(p: Values, x: Points) -> Array:
     """Copy rows between processes of one machine, whose cores, caches and memory all ranks share.
 
-    Cores and memory work at the same time. The busiest core decides on the first: ranks take turns on it, and each of
-    its tokens, visits (a token on a rank) and entries (a token at an expert) has a cost of its own, next to the copies
-    of rows from caches. What all ranks touch and the last-level cache does not keep goes through memory, at a rate that
+    Cores and memory work at the same time. The busiest core decides on the first: ranks take turns on it, and each token,
+    each visit (a token on a rank) and each entry (a token at an expert) has a cost, next to the copies of rows from
+    caches. What all ranks touch and the last-level cache does not keep goes through memory, at a rate that
     all cores share, or at a part of it if few cores have all the rows.
     """
     turns = np.ceil(x.ranks / x.sms_of_gpu)  # ranks that take turns on one core
