@@ -135,8 +135,8 @@ def _copies(p: Values, x: Points) -> Array:
 
     Cores and memory work at the same time. The busiest core decides on the first: ranks take turns on it, and each token,
     each visit (a token on a rank) and each entry (a token at an expert) has a cost, next to the copies of rows from
-    caches. What all ranks touch and the last-level cache does not keep goes through memory, at a rate that
-    all cores share, or at a part of it if few cores have all the rows.
+    caches. What all ranks touch and the last-level cache does not keep goes through memory, at a rate that all cores
+    share, or at a part of it if few cores have all the rows.
     """
     turns = np.ceil(x.ranks / x.sms_of_gpu)  # ranks that take turns on one core
     of_core = turns * x.busiest  # ranks that wait share the core with the busiest one: they spin, and yield in turn
