@@ -4,10 +4,10 @@
     python bench/plan_check.py --out bench/results/DIRECTORY
 
 The first form measures what a piece's tables lack, in each of three rounds of new processes, and stops after
-`--seconds`; the next call continues. A shape's time is the least of its rounds: other programs, other virtual machines
-that share memory and caches, and cores that do not share a cache only add. The second form predicts all that was
-measured, prints a line for each prediction, and last one JSON line: errors, and how much two rounds of one shape
-differ. Layers and two emulated nodes have shapes of their own for calibration.
+`--seconds`; the next call continues. A shape's time is the least of its rounds, or of rounds whose cores shared a cache
+(`moe_rt.plan.points.least`). The second form predicts all that was measured, prints a line for each prediction, and
+last one JSON line: errors, and how much two rounds of one shape differ. Layers and two emulated nodes have shapes of
+their own for calibration.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from moe_rt.info import machine_card
 from moe_rt.lab.bench.calibrate import ROUNDS, SHAPES, TIMED, USUAL, cases_of, machine_name, measure
 from moe_rt.lab.bench.cases import Case
 from moe_rt.plan.calibration import Calibration, Library, calibrate, save
-from moe_rt.plan.points import COLUMNS, Row, read_rows
+from moe_rt.plan.points import COLUMNS, Row, least, read_rows
 
 PARTS = ("calibrated", "predicted")
 TOGETHER = 12  # cases that the same processes measure
@@ -182,15 +182,12 @@ def append(path: Path, lines: list[dict[str, str]]) -> None:
         writer.writerows(lines)
 
 
-def least(rows: list[Row]) -> tuple[list[Row], list[float]]:
-    """Return one row for each shape, with the least of its rounds, and how much any two rounds differ, relatively."""
-    groups: dict[Any, list[Row]] = {}
+def between(rows: list[Row]) -> list[float]:
+    """Return how much any two rounds of a shape differ, relatively."""
+    groups: dict[Any, list[float]] = {}
     for row in rows:
-        groups.setdefault((row.system.key, row.op, row.shape), []).append(row)
-    apart = [
-        abs(a.latency_us / b.latency_us - 1) for group in groups.values() for a, b in combinations(group, 2)
-    ]  # fmt: skip
-    return [min(group, key=lambda row: row.latency_us) for group in groups.values()], apart
+        groups.setdefault((row.system.key, row.op, row.shape), []).append(row.latency_us)
+    return [abs(a / b - 1) for group in groups.values() for a, b in combinations(group, 2)]
 
 
 Found = tuple[str, Row, float, bool]  # op, measurement, signed relative error, and whether p5 to p95 holds it
@@ -198,10 +195,10 @@ Found = tuple[str, Row, float, bool]  # op, measurement, signed relative error, 
 
 def errors_of(known: list[Row], others: list[Row]) -> tuple[list[Found], list[Calibration]]:
     """Return the errors of predictions that rely on the least times of other shapes, and the calibrations."""
-    fitted = calibrate(least(known)[0], date=machine_card()["date"][:10])
+    fitted = calibrate(known, date=machine_card()["date"][:10])
     library, found = Library(fitted), list[Found]()
     calibrated = {(row.system.key, row.op) for row in known}
-    for row in least(others)[0]:
+    for row in least(others):
         if (row.system.key, row.op) not in calibrated:
             continue
         guess = library.predict(row.system, row.op, row.shape)
@@ -237,12 +234,11 @@ def report(out: Path) -> None:
         x = row.shape
         sizes = f"R={x.ranks:g} T={x.tokens:g} H={x.hidden:g} K={x.topk:g} E={x.experts:g}, busiest {x.busiest:.2f}"
         click.echo(f"{name}, {sizes}: measured {row.latency_us:.1f} us, error {error:+.1%}")
-    (_, of_known), (_, of_others) = least(known), least(others)
-    card, between = machine_card(), [*of_known, *of_others]
+    card, apart = machine_card(), between([*known, *others])
     figures = {
-        "device": machine_name(card), "date": card["date"], "calibrated": len(least(known)[0]), **figures_of(found),
-        "median_between_rounds": round(float(np.median(between)), 4) if between else None,
-        "p95_between_rounds": round(float(np.quantile(between, 0.95)), 4) if between else None,
+        "device": machine_name(card), "date": card["date"], "calibrated": len(least(known)), **figures_of(found),
+        "median_between_rounds": round(float(np.median(apart)), 4) if apart else None,
+        "p95_between_rounds": round(float(np.quantile(apart, 0.95)), 4) if apart else None,
         "ops": {name: figures_of(members) for name, members in ops.items()},
     }  # fmt: skip
     (out / "errors.json").write_text(json.dumps(figures, indent=1) + "\n")

@@ -23,7 +23,7 @@ from moe_rt.errors import InvalidConfig, expect
 from moe_rt.plan.distinct import Array
 from moe_rt.plan.families import FAMILIES
 from moe_rt.plan.fit import P95, Correction, fit, slopes_of, uncertainty
-from moe_rt.plan.points import Points, Row, Shape
+from moe_rt.plan.points import Points, Row, Shape, least
 from moe_rt.plan.systems import System, gpu_of, row_bytes
 
 VERSION = 3
@@ -92,7 +92,7 @@ class Calibration:
     @cached_property
     def correction(self) -> Correction:
         """The correction of the formula near measured shapes."""
-        return Correction.of(np.array(self.features), np.array(self.residuals))
+        return Correction.of(np.array(self.features), np.array(self.residuals), FAMILIES[self.family].noise)
 
     @cached_property
     def doubt(self) -> Array:
@@ -140,7 +140,7 @@ def calibrate(rows: Sequence[Row], *, date: str, source: str = "", device: str =
     """Fit one calibration for each system and op among measurements.
 
     A second fit starts from what the first one found for similar systems: measurements of one seldom decide all
-    parameters.
+    parameters. Of repeated measurements on CPU ranks the least counts (`least`); published ones are means already.
 
     Args:
         source, device: origin of the measurements; what the rows state, unless given.
@@ -149,8 +149,9 @@ def calibrate(rows: Sequence[Row], *, date: str, source: str = "", device: str =
         InvalidConfig: `rows` is empty.
     """
     expect(bool(rows), "measurements", "none", "at least one")
+    copies = [row for row in rows if row.system.family == "copies"]
     groups: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
+    for row in (*(row for row in rows if row.system.family != "copies"), *least(copies)):
         groups.setdefault((row.system.key, row.op), []).append(row)
     members = list(groups.values())
     alone = [_fit(group, usual_of(group[0].system, group[0].op)) for group in members]
@@ -209,12 +210,52 @@ def _calibration(
 
 def usual_of(system: System, op: str) -> dict[str, float]:
     """Return centres of the priors that the data sheet or the op decide."""
+    if system.family == "copies":
+        return _usual_copies(op)
     share = 0.8 if system.family == "channels" else 0.7
-    usual = {} if system.family == "copies" else {"B_link": share * system.gpu.link_gbs}
+    usual = {"B_link": share * system.gpu.link_gbs}
     if op == "combine" and system.family == "direct":
         usual |= {"c_round": 0.4, "c_byte": 0.015}  # nothing is cast, unlike in dispatch
     if op == "combine" and system.family == "channels":
         usual |= {"c_token": 50.0, "sharp_work": 7.0, "c_first": 0.25, "fill": 100.0, "knee": 200.0, "sharp": 0.1}
+    return usual
+
+
+# Times that the exchanges of an op, in turn, pass each token's row, each row of a peer and each expert's row through
+# memory if no cache keeps it: a row that is written is first read, unless it is written past the caches. Last, the
+# part of the passes of experts' rows that remains then.
+_PASSES = {
+    "dispatch": (3.0, 0.5, 2.0, 0.5),
+    "combine": (1.0, 2.0, 1.0, 1.0),
+    "pair": (4.0, 2.5, 3.0, 0.67),
+    "pair+backward": (10.0, 5.0, 7.0, 0.7),
+    "layer": (4.0, 2.5, 12.0, 0.9),
+    "layer+backward": (10.0, 5.0, 60.0, 0.9),
+}
+
+
+def _usual_copies(op: str) -> dict[str, float]:
+    """Return the costs of an op that consists of several exchanges: each has all costs of one.
+
+    Combine writes past the caches much earlier than dispatch. Gradients add autograd's calls and copies. A layer's
+    router works on every token, and its experts pass rows through memory.
+    """
+    exchanges = {"dispatch": 1.0, "combine": 1.0, "pair": 2.0, "layer": 2.0}.get(op, 5.0)
+    usual = dict(zip(("a_token", "a_visit", "a_entry", "past"), _PASSES.get(op, _PASSES["pair"]), strict=True))
+    for parameter in FAMILIES["copies"].parameters:
+        name, value = parameter.name, parameter.usual
+        if name in ("t0", "t_peer", "c_token", "c_visit", "c_entry"):
+            usual[name] = value * exchanges
+        elif name in ("B_copy", "B_peer"):
+            usual[name] = value / exchanges
+    if op == "combine":
+        usual["cache"] = 6.0
+    if op.startswith("layer"):
+        usual["cache"] = 4.0
+        usual |= {"c_token": 100 * exchanges, "c_entry": 30 * exchanges}
+        usual |= {"t_layer": 150 * exchanges, "F_products": 300 / exchanges}
+    if op == "layer+backward":
+        usual["grads"] = 0.2
     return usual
 
 

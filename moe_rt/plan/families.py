@@ -20,6 +20,8 @@ Values = Mapping[str, float]
 SMS_OF_CHANNELS = 24.0  # SM count at which per-token costs of channels are stated
 SHARPNESS = 4.0  # exponent by which the limits of SMs and of links meet
 NET_SHARPNESS = 12.0  # the same for SMs and networks, which overlap almost fully
+SWITCH_SHARPNESS = 20.0  # the same power where the code itself changes to stores past the caches
+CACHE_SHARPNESS = 4.0  # power of the held bytes with which the share grows that a cache does not keep
 
 
 @dataclass(frozen=True)
@@ -131,35 +133,56 @@ def _pairs(p: Values, x: Points) -> Array:
 def _copies(p: Values, x: Points) -> Array:
     """Copy rows between processes of one machine, whose cores, caches and memory all ranks share.
 
-    A token's row is copied once, then once for each rank that it visits, then once for each expert; combine does the
-    reverse. What all ranks copy in such a step either fits their last-level cache or goes through memory. Copies take
-    as long as the busiest core, or as the memory system needs for all ranks, whatever is longer.
+    Cores and memory work at the same time. The busiest core decides on the first: ranks take turns on it, and each token,
+    each visit (a token on a rank) and each entry (a token at an expert) has a cost, next to the copies of rows from
+    caches. What all ranks touch and the last-level cache does not keep goes through memory, at a rate that all cores
+    share, or at a part of it if few cores have all the rows.
     """
     turns = np.ceil(x.ranks / x.sms_of_gpu)  # ranks that take turns on one core
-    of_core = np.maximum(turns, x.busiest)
-    work = x.tokens * x.topk * of_core * p["c_entry"] / 1e3 + _products(p, x, turns)
-    for count, most, rate in (
-        (x.tokens, turns, "B_tokens"),
-        (x.tokens * x.to_ranks, of_core, "B_visits"),
-        (x.tokens * x.topk, of_core, "B_rows"),
-    ):
-        held = x.ranks * count * x.row_bytes / 1e6
-        uncached = 1 + p["slower"] * held**2 / (held**2 + p["cache"] ** 2)
-        if rate == "B_rows":
-            streamed = 1 / (1 + (p["stream"] / np.maximum(held, 1e-9)) ** 8)
-            uncached = (1 - streamed) * uncached + streamed * p["past"]
-        work = work + count * x.row_bytes * np.maximum(most, x.ranks * p["one_core"]) / p[rate] / 1e3 * uncached
-    latency = p["t0"] + p["t_peer"] * (x.ranks - 1) * turns
-    return _whole(p, latency, work)
+    of_core = turns * x.busiest  # ranks that wait share the core with the busiest one: they spin, and yield in turn
+    tokens, visits, entries = x.tokens * turns, x.tokens * x.to_ranks * of_core, x.tokens * x.topk * of_core
+    from_peers = x.to_ranks * (1 - 1 / x.ranks)
+    counted = tokens * p["c_token"] + visits * p["c_visit"] + entries * p["c_entry"]
+    copied = (tokens + entries) / p["B_copy"] + visits * (1 - 1 / x.ranks) / p["B_peer"]
+    core = (counted + copied * x.row_bytes) / 1e3
+
+    each = x.ranks * x.tokens * x.row_bytes / 1e6  # all tokens' rows once, in MB
+    new = _missed(each, p["inputs"])
+    missed = _missed(each * (2 + x.topk), p["cache"])
+    streamed = 1 / (1 + (p["stream"] / np.maximum(each * x.topk, 1e-9)) ** SWITCH_SHARPNESS)
+    passes = p["a_entry"] * (1 - streamed * (1 - p["past"]))
+    moved = each * (new * p["a_token"] + missed * (p["a_visit"] * from_peers + passes * x.topk))
+    memory = moved / p["B_memory"] * 1e3 * np.maximum(1, of_core / (x.ranks * p["one_core"]))
+    latency = (p["t0"] + p["t_peer"] * (x.ranks - 1)) * turns
+    return latency + join(core, memory, 1 + p["sharp"]) + _products(p, x, turns) + _crossing(p, x, turns)
+
+
+def _missed(held_mb: Array, cache_mb: float) -> Array:
+    """Return the share of the bytes held that a cache of this size does not keep."""
+    return 1 / (1 + (cache_mb / np.maximum(held_mb, 1e-9)) ** CACHE_SHARPNESS)
+
+
+def _crossing(p: Values, x: Points, turns: Array) -> Array:
+    """Return the time that cores take to pass rows between emulated nodes over TCP; 0 within one.
+
+    Rows of neighbouring tokens travel together, so messages are as many as runs of tokens that visit the other node.
+    """
+    share = x.to_nodes * (1 - 1 / np.maximum(x.nodes, 1)) / np.maximum(x.nodes - 1, 1)  # of tokens, for each other node
+    rows = x.tokens * share * np.maximum(x.nodes - 1, 1) * turns
+    each = p["c_far"] + p["c_run"] * (1 - share) + x.row_bytes / p["B_net"] / 1e3
+    return np.where(x.nodes > 1, p["t_net"] + rows * each, 0.0)
 
 
 def _products(p: Values, x: Points, turns: Array) -> Array:
-    """Return the time of the busiest rank's experts: operations, the reading of weights, and calls; 0 without any."""
+    """Return the time of the busiest rank's experts: operations, the reading of weights, and calls; 0 without any.
+
+    Experts that receive rows read their weights; all have gradients, zeros included.
+    """
     rows, local = x.tokens * x.topk * np.maximum(turns, x.busiest), x.experts / x.ranks * turns
     inner = x.hidden * x.intermediate
     chosen = 1 - (1 - x.topk / x.experts) ** (x.ranks * x.tokens)  # share of the experts that receive a row
-    read = local * chosen * 3 * inner * x.row_bytes / x.hidden
-    calls = np.where(inner > 0, p["t_layer"] + local * p["c_expert"], 0.0)
+    read = local * (chosen + p["grads"]) * 3 * inner * x.row_bytes / x.hidden
+    calls = np.where(inner > 0, p["t_layer"] * turns + local * p["c_expert"], 0.0)
     return rows * 6 * inner / p["F_products"] / 1e3 + read / p["B_weights"] / 1e3 + calls
 
 
@@ -234,22 +257,32 @@ FAMILIES = {
             "copies",
             "rows copied through memory that processes of one machine share",
             (
-                Parameter("t0", "us", 10.0, 0.7),
-                Parameter("t_peer", "us", 5.0, 0.7),
-                Parameter("c_entry", "ns", 45.0, 0.7),
-                Parameter("B_tokens", "GB/s", 15.0, 0.7),
-                Parameter("B_visits", "GB/s", 15.0, 0.7),
-                Parameter("B_rows", "GB/s", 40.0, 0.9),
-                Parameter("slower", "1", 1.2, 0.7),
-                Parameter("cache", "MB", 12.0, 0.4),
-                Parameter("stream", "MB", 25.6, 0.05),
-                Parameter("past", "1", 1.0, 0.7),
-                Parameter("one_core", "1", 0.7, 0.3),
-                Parameter("F_products", "GFLOP/s", 50.0, 1.0),
+                Parameter("t0", "us", 4.0, 0.7),
+                Parameter("t_peer", "us", 3.0, 0.7),
+                Parameter("c_token", "ns", 20.0, 0.5),
+                Parameter("c_visit", "ns", 40.0, 0.7),
+                Parameter("c_entry", "ns", 15.0, 0.7),
+                Parameter("B_copy", "GB/s", 80.0, 0.5),
+                Parameter("B_peer", "GB/s", 17.0, 0.5),
+                Parameter("cache", "MB", 28.0, 0.3),
+                Parameter("inputs", "MB", 6.0, 0.3),
+                Parameter("B_memory", "GB/s", 50.0, 0.4),
+                Parameter("a_token", "1", 3.0, 0.3),
+                Parameter("a_visit", "1", 0.5, 0.3),
+                Parameter("a_entry", "1", 2.0, 0.3),
+                Parameter("stream", "MB", 26.8, 0.05),
+                Parameter("past", "1", 0.5, 0.2),
+                Parameter("one_core", "1", 0.7, 0.2),
+                Parameter("sharp", "1", 0.5, 0.5),
+                Parameter("F_products", "GFLOP/s", 150.0, 0.7),
                 Parameter("B_weights", "GB/s", 8.0, 0.5),
+                Parameter("grads", "1", 1e-6, 0.5),
                 Parameter("c_expert", "us", 10.0, 1.0),
-                Parameter("t_layer", "us", 100.0, 1.0),
-                *_COMMON,
+                Parameter("t_layer", "us", 300.0, 1.0),
+                Parameter("t_net", "us", 200.0, 0.7),
+                Parameter("c_far", "us", 2.0, 1.0),
+                Parameter("c_run", "us", 5.0, 1.0),
+                Parameter("B_net", "GB/s", 1.0, 0.7),
             ),
             _copies,
             noise=0.1,  # of medians on CPUs that other programs use too

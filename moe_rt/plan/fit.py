@@ -118,10 +118,10 @@ class Correction:
     trust: float
 
     @classmethod
-    def of(cls, features: Array, residuals: Array, spread: float | None = None) -> Correction:
-        """Condition the process on residuals log(measured / predicted), [n]."""
-        usual = spread or float(max(np.sqrt(np.mean(np.minimum(residuals**2, 0.3**2))), 0.02))
-        noise = max(0.015, 0.25 * usual)
+    def of(cls, features: Array, residuals: Array, scatter: float = 0.03) -> Correction:
+        """Condition the process on residuals log(measured / predicted), [n], of measurements with this scatter."""
+        usual = float(max(np.sqrt(np.mean(np.minimum(residuals**2, 0.3**2))), 0.02))
+        noise = max(0.5 * scatter, 0.25 * usual)
         inverse = np.linalg.inv(usual**2 * _alike(features, features) + noise**2 * np.eye(len(features)))
         weights = np.asarray(inverse @ residuals, float)
         left_out = np.abs(weights) / np.sqrt(np.diag(inverse))  # in deviations, for each measurement without itself

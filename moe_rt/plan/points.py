@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from moe_rt.config.tuning import Tuning
 from moe_rt.errors import InvalidConfig, expect
 from moe_rt.plan.distinct import Array, distinct, distinct_balanced, distinct_limited
 from moe_rt.plan.systems import System, known_dtype, row_bytes, system_of
@@ -27,6 +28,7 @@ OP_NAMES = (
     ("combine", "combine"),
 )
 MOST_LOW_LATENCY = 256  # tokens up to which a row of no mode is guessed to be of low latency
+APART = 2.0  # factor by which a time with a shared cache differs from one without, at most
 OPS = ("dispatch", "combine", "pair", "layer")  # pair is dispatch and combine; +backward may follow
 
 
@@ -97,13 +99,39 @@ class Points:
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement of a published or own table, with the system that it belongs to."""
+    """One measurement of a published or own table, with the system that it belongs to.
+
+    Attributes:
+        line_ns: time in which a CPU rank read a cache line that a peer had just written; 0 if it was not measured.
+    """
 
     source: str
     system: System
     op: str
     shape: Shape
     latency_us: float
+    line_ns: float = 0.0
+
+
+def least(rows: Iterable[Row]) -> list[Row]:
+    """Return one row for each shape, with the least of its times.
+
+    Other programs, and other virtual machines that share memory, only add. The cores of a virtual machine share a cache
+    at some times and not at others, which makes small ops slower and large ones faster, by less than a factor of 2. So
+    only times with a shared cache count, if a shape has any that others did not disturb more than that; between nodes,
+    where TCP takes most of the time, all count.
+    """
+    groups: dict[tuple[str, str, Shape], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.system.key, row.op, row.shape), []).append(row)
+    return [min(_near(group), key=lambda row: row.latency_us) for group in groups.values()]
+
+
+def _near(group: list[Row]) -> list[Row]:
+    """Return the times of a shape that count."""
+    most_us = APART * min(row.latency_us for row in group)
+    near = [row for row in group if row.line_ns <= Tuning().near_ns and row.latency_us < most_us]
+    return near if near and group[0].shape.nodes == 1 else group
 
 
 def read_rows(path: Path, guess: bool = False) -> tuple[list[tuple[int, Row]], list[tuple[int, str]]]:
@@ -167,7 +195,8 @@ def parse(fields_of: Mapping[str, str | None], guess: bool = False) -> Row:
     fits = op in OPS[:3] or text["mode"] == "copies"
     expect(fits and bool(op), "op", text["op"] or "nothing", "dispatch, combine or pair")
     shape = _shape(text | {"op": op}, system, ranks)
-    return Row(text["source"], system, op, shape, _latency(text, shape))
+    line = re.search(r"\bline (\d+) ns", text["notes"])
+    return Row(text["source"], system, op, shape, _latency(text, shape), float(line[1]) if line else 0.0)
 
 
 def _known(name: str, names: Sequence[tuple[str, str]]) -> str:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from moe_rt.lab.bench.contestants.base import Step
 from moe_rt.lab.bench.inputs import Inputs
-from moe_rt.lab.bench.observe import observe_layer, observe_pair
+from moe_rt.lab.bench.observe import line_latency_ns, observe_layer, observe_pair
 from moe_rt.lab.bench.world import World
 
 # Nanoseconds before announcing, waiting and after, of each op; and the time each of three peers was seen, also itself.
@@ -53,6 +53,30 @@ class Machine:
     def combine(self, rows: Tensor, weights: Tensor, handle: None) -> Tensor:
         out, _ = _Op.apply(self, "combine", rows, weights)
         return out
+
+
+class Looking(Machine):
+    """A machine whose estimate of its peers' lines is right after `needed` small dispatches."""
+
+    def __init__(self, needed: int) -> None:
+        super().__init__()
+        self.needed, self.tokens = needed, 0
+
+    def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor, None]:
+        self.needed, self.tokens = self.needed - 1, len(x)
+        return x, topk_weights, None
+
+    def timings(self) -> dict[str, Any]:
+        return {"line_latency_ns": [0.0, 400.0 if self.needed > 0 else 12.0, 12.0]}
+
+
+def test_lines_are_read_after_small_ops() -> None:
+    """An estimate that rises by half a look needs seven of each of two peers from 10 to 120 ns."""
+    buffer: Any = Looking(needed=2 * 7)
+    world: Any = SimpleNamespace(size=3, gather=lambda text: [text] * 3)
+    inputs = Inputs(torch.zeros(1000, 8), torch.zeros(1000, 2, dtype=torch.int64), torch.ones(1000, 2))
+    assert line_latency_ns(world, buffer, inputs) == [[0.0, 12.0, 12.0]] * 3
+    assert buffer.tokens <= 64
 
 
 class _Op(torch.autograd.Function):

@@ -39,7 +39,7 @@ SHAPES = (
     (2, 2048, 256, 8, 64, "uniform"),
     (2, 512, 7168, 8, 64, "uniform"),
     (2, 4096, 1024, 1, 8, "uniform"),
-    (4, 1024, 1024, 2, 16, "onehot"),
+    (4, 256, 1024, 4, 16, "onehot"),
     (1, 512, 2048, 4, 16, "uniform"),
     (4, 16, 2048, 4, 16, "uniform"),
     (4, 512, 2048, 4, 16, "uniform"),
@@ -79,22 +79,21 @@ USUAL = Settings(contestants=(TIMED,), iters=None, warmup=3, seed=0, malloc="rec
 def measure(
     cases: list[Case], iters: int | None, progress: Any, rounds: int = 1, settings: Settings = USUAL
 ) -> list[dict[str, str]]:
-    """Benchmark moe_rt on cases, and return lines of measurements in the columns of COLUMNS, one for each phase.
+    """Benchmark moe_rt on cases, and return lines of measurements in the columns of COLUMNS.
 
     Args:
-        rounds: times that all cases are measured, each in new processes. A line has the least of their medians, because
-            a process keeps for its life the memory that it was given, and other programs only add.
+        rounds: times that all cases are measured, each in new processes, since a process keeps for its life the memory
+            that it was given. Each round gives a line for each case and phase.
     """
     settings = replace(settings, iters=iters)
-    documents = [run_cases(cases, settings, False, progress) for _ in range(rounds)]
     lines = []
-    for place, case in enumerate(cases):
-        runs = [document["runs"][place] for document in documents]
-        line_ns = min(map(_line_ns, runs))
-        for turn, result in enumerate(runs[0]["results"]):
-            us = min(run["results"][turn]["isolated_us"]["p50"] for run in runs)
-            line = _line(case, result["phase"], us, documents[0]["machine"], settings.seed)
-            lines.append(line | {"notes": f"{line['notes']}; line {line_ns:.0f} ns"})
+    for _ in range(rounds):
+        document = run_cases(cases, settings, False, progress)
+        for case, run in zip(cases, document["runs"], strict=True):
+            for result in run["results"]:
+                us = result["isolated_us"]["p50"]
+                line = _line(case, result["phase"], us, document["machine"], settings.seed)
+                lines.append(line | {"notes": f"{line['notes']}; line {_line_ns(run):.0f} ns"})
     return lines
 
 
@@ -106,7 +105,7 @@ def _line_ns(run: dict[str, Any]) -> float:
 def cores_apart(lines: list[dict[str, str]]) -> str:
     """Return a warning if the cores did not share a cache while lines were measured, which a virtual machine decides.
 
-    The least time to read a peer's line counts, since large shapes evict lines from any cache.
+    The least time to read a peer's line counts: of a shape's rounds, those with a shared cache do (`least`).
     """
     read_ns = [float(found[1]) for line in lines if (found := re.search(r"; line (\d+) ns", line["notes"]))]
     least = min((ns for ns in read_ns if ns > 0), default=0.0)
@@ -138,6 +137,7 @@ def _line(case: Case, phase: str, us: float, card: dict[str, Any], seed: int) ->
     """Return one measurement; the library's name says that nodes are emulated, as their links are others."""
     products = f"; intermediate={case.intermediate}" if case.op == "layer" else ""
     nodes = case.nodes or 1
+    where = f"; nodes={nodes}" if nodes > 1 else ""
     values = dict(
         source=f"moe-rt bench, commit {card['commit']}",
         library="moe_rt" if nodes == 1 else f"moe_rt, {nodes} emulated nodes",
@@ -145,7 +145,7 @@ def _line(case: Case, phase: str, us: float, card: dict[str, Any], seed: int) ->
         op=case.op + ("+backward" if "backward" in phase else ""), ep_size=case.ranks,
         tokens_per_rank=case.tokens, hidden=case.hidden, topk=case.topk, experts=case.experts, dtype=case.dtype,
         latency_us=f"{us:.5g}", bandwidth_gbs="",
-        notes=f"{_routed(case, seed)}{products}; {card['date'][:16]}; load {card['load_average']}",
+        notes=f"{_routed(case, seed)}{products}{where}; {card['date'][:16]}; load {card['load_average']}",
     )  # fmt: skip
     return {name: str(value) for name, value in values.items()}
 

@@ -22,6 +22,7 @@ from moe_rt.lab.bench.world import World
 
 T = TypeVar("T")
 ITERS = 15
+FEW_TOKENS, LOOKS = 64, 8  # tokens of a dispatch that looks at a peer's lines, and looks at each peer
 PHASES = {"dispatch": ("publish", "wait for rows", "gather"), "combine": ("push", "wait for partials", "reduce")}
 
 
@@ -101,6 +102,19 @@ def _pair_with_gradients(notes: _Notes, buffer: Buffer, tokens: Inputs) -> None:
     torch.autograd.grad(out, (x, topk_weights), out)
     wall = perf_counter_ns() - start
     notes["overhead each backward grad"].append((wall - sum(in_combine) - sum(notes.spans())) / 2)
+
+
+def line_latency_ns(world: World, buffer: Buffer, inputs: Inputs) -> list[list[float]]:
+    """Return [rank][peer], the time to read a line that the peer has just written, after small dispatches.
+
+    Large ones evict these lines, which then look as far as those of a peer with another cache. Each dispatch looks at
+    one peer, and an estimate needs several to rise.
+    """
+    few = slice(FEW_TOKENS)
+    with torch.no_grad():
+        for _ in range(LOOKS * (world.size - 1)):
+            buffer.dispatch(inputs.x[few], inputs.topk_idx[few], inputs.topk_weights[few])
+    return [json.loads(text) for text in world.gather(json.dumps(buffer.timings()["line_latency_ns"]))]
 
 
 class _OpClock(TorchDispatchMode):

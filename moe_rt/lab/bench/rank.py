@@ -23,7 +23,7 @@ from moe_rt.lab.bench.expect import Expectation
 from moe_rt.lab.bench.inputs import Inputs, make_inputs, num_rotations
 from moe_rt.lab.bench.links import Links, round_trip_us
 from moe_rt.lab.bench.measure import measure
-from moe_rt.lab.bench.observe import observe_layer, observe_pair
+from moe_rt.lab.bench.observe import line_latency_ns, observe_layer, observe_pair
 from moe_rt.lab.bench.trace import trace_layer
 from moe_rt.lab.bench.traffic import bytes_moved
 from moe_rt.lab.bench.world import World, join_processes, run_threads
@@ -78,8 +78,7 @@ def run_case(world: World, job: Job, case: Case, progress: Callable[[float], Non
             result["link"] = links.count(world, step, c.unit)
     for contestant in present:
         if isinstance(contestant, MoeRt) and not case.on_gpu:
-            lines = world.gather(json.dumps(contestant.buffer.timings()["line_latency_ns"]))
-            record["line_latency_ns"] = [json.loads(text) for text in lines]
+            record["line_latency_ns"] = line_latency_ns(world, contestant.buffer, inputs[0])
         if type(contestant) is MoeRt:
             own = [step for c, step in entries if c is contestant]
             record["moe_rt"] = {"heap_bytes": contestant.buffer.num_bytes, "route": contestant.buffer.route}
