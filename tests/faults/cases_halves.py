@@ -52,8 +52,8 @@ def between(group: Any, fault: str, depth: int = 1, **options: Any) -> list[str]
     return [*waited, outcome(lambda: good_round(buffer))]
 
 
-def closed_after(group: Any, depth: int, **options: Any) -> list[str]:
-    """Rank FAULTY_RANK closes after 1, 2 ... `depth` dispatches, of a buffer each. Return the outcomes of the next."""
+def closed_after(group: Any, who: int, depth: int, **options: Any) -> list[str]:
+    """Rank `who` closes after 1, 2 ... `depth` dispatches, of a buffer each. Return the outcomes of the next ones."""
     found = []
     for count in range(1, depth + 1):
         buffer, gate = open_buffer(group, depth=depth, **options), open_buffer(group)
@@ -61,7 +61,7 @@ def closed_after(group: Any, depth: int, **options: Any) -> list[str]:
             begin(buffer).wait()
         with gate:  # all ranks have ended these ops once all take part in another
             begin(gate).wait()
-        if buffer.rank == FAULTY_RANK:
+        if buffer.rank == who:
             buffer.close()
         found.append(outcome(lambda: begin(buffer).wait()))
         buffer.close()

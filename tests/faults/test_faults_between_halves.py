@@ -50,9 +50,9 @@ def test_rank_that_fails_between_the_halves(fault: str, error: str, depth: int) 
     assert any(after.startswith(error) for *_, after in outcomes), outcomes
 
 
-def check_closed(found: list[list[str]]) -> None:
-    """Check what ranks see of a rank that closed after 1, 2 ... dispatches."""
-    assert all(text.startswith("GroupClosed: ") for text in found.pop(cases.FAULTY_RANK))
+def check_closed(found: list[list[str]], who: int) -> None:
+    """Check what ranks see of rank `who`, which closed after 1, 2 ... dispatches."""
+    assert all(text.startswith("GroupClosed: ") for text in found.pop(who))
     for count, texts in enumerate(zip(*found, strict=True), start=1):
         assert all(text.startswith(("GroupClosed: ", "GroupPoisoned: ")) for text in texts), texts
         expected = f"it announced op {count}, expected {count + 1}"
@@ -60,10 +60,11 @@ def check_closed(found: list[list[str]]) -> None:
         assert any(expected in text for text in seen), texts
 
 
-@pytest.mark.parametrize(("nodes", "route"), [(None, "flat"), ((0, 1, 1), "two_level")])
+@pytest.mark.parametrize(("nodes", "route"), [(None, "flat"), ((0, 1, 2), "two_level")])
 def test_rank_that_closed_in_any_channel(nodes: tuple[int, ...] | None, route: str) -> None:
     """It is noticed long before the timeout, and by its number of ops, in whichever channel the next op is."""
-    check_closed(ThreadRanks(SIZE, nodes=nodes).run(partial(cases.closed_after, route=route), 3))
+    found = ThreadRanks(SIZE, nodes=nodes).run(partial(cases.closed_after, route=route), cases.FAULTY_RANK, 3)
+    check_closed(found, cases.FAULTY_RANK)
 
 
 def test_forked_child(make_ranks: MakeRanks) -> None:

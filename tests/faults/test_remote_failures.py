@@ -132,7 +132,7 @@ def test_a_rank_that_fails_between_the_halves(ranks: NodeRanks, route: str, faul
 
 @pytest.mark.parametrize("route", ["flat", "two_level"])
 def test_a_rank_that_closed_in_any_channel(ranks: NodeRanks, route: str) -> None:
-    check_closed(ranks.run(partial(cases_halves.closed_after, route=route), 2))
+    check_closed(ranks.run(partial(cases_halves.closed_after, route=route), 0, 2), 0)
 
 
 def test_a_rank_serves_what_it_has_announced(ranks: NodeRanks) -> None:
