@@ -101,19 +101,6 @@ def test_a_failure_of_another_rank_is_passed_on_as_it_was() -> None:
         assert "rank 1 failed first: PeerDead, concerning rank 2" in str(error)
 
 
-def test_an_abort_concerns_no_rank() -> None:
-    def act(buffer: Buffer, mine: Any) -> None:
-        if buffer.rank == 1:
-            buffer.abort()
-        pair(buffer, mine)
-
-    for rank, error in enumerate(outcomes(act)):
-        if rank != 1:
-            assert isinstance(error, GroupPoisoned)
-            assert "rank 1 failed first" in str(error)
-            assert "concerning" not in str(error)
-
-
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_rank_that_closed(who: int) -> None:
     """Either of two ranks notices that the other has closed."""

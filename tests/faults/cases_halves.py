@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -81,12 +82,17 @@ def begun_before_it_closed(group: Any, depth: int, rows: int, **options: Any) ->
         if not torch.equal(recv_x[: int(handle.offs[-1])], expected):
             raise RuntimeError("other rows")
 
-    faulty = buffer.rank == FAULTY_RANK
-    ops = [buffer.dispatch(x, idx, weights, wait=False) for _ in range(depth if faulty else 0)]
-    if faulty:
+    if buffer.rank == FAULTY_RANK:
+        for _ in range(depth):
+            buffer.dispatch(x, idx, weights, wait=False)
         buffer.close()
+        del buffer, right  # its network serves peers without them
+        gc.collect()
+        group.barrier().wait()
+        group.barrier().wait()
+        return []
     group.barrier().wait()
-    ops = ops or [buffer.dispatch(x, idx, weights, wait=False) for _ in range(depth)]
+    ops = [buffer.dispatch(x, idx, weights, wait=False) for _ in range(depth)]
     found = [outcome(lambda op=op: right(*op.wait())) for op in ops]  # type: ignore[misc]
     group.barrier().wait()
     buffer.close()
