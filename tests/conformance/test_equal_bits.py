@@ -16,10 +16,11 @@ from conftest import HEAPS
 from support.combinations import each_value
 from support.emulated_gpu import EmulatedGpu
 from support.ranks import Ranks, ThreadRanks
-from support.rounds import full_round, rounds_in_a_row
-from support.routing import make_spec
+from support.rounds import one_round, rounds_in_a_row
+from support.routing import buffer_kwargs, make_inputs, make_spec
 
 from moe_rt import Buffer, ThreadGroup
+from moe_rt.config.spec import BufferSpec
 from moe_rt.errors import ConfigMismatch, InvalidConfig
 from moe_rt.lab.testing.rounds import check_bits, check_close
 
@@ -112,10 +113,21 @@ def test_nodes_match_reference(nodes: tuple[int, ...], changes: dict[str, Any]) 
     ThreadRanks(len(nodes), nodes=nodes).run(rounds_in_a_row, spec, tokens, [1, 2, 3], "random")
 
 
-def test_more_entries_than_bits_of_a_word() -> None:
-    """A proxy notes which of 40 entries visit its node."""
-    spec = make_spec(4, sums="invariant", route="two_level", num_experts=48, num_topk=40)
-    ThreadRanks(4, nodes=(0, 0, 1, 1)).run(full_round, spec, [3, 0, 12, 5], 1, "random")
+def round_of_late_entries(group: Any, spec: BufferSpec, first: int) -> None:
+    """Run a round in which the first entries of each token are -1."""
+    inputs = make_inputs(spec, [3, 0, 12, 5][: group.size], 1)
+    for idx in inputs.topk_idx:
+        idx[:, :first] = -1
+    with Buffer(group, timeout_s=60.0, **buffer_kwargs(spec)) as buffer:
+        one_round(buffer, inputs, 1)
+
+
+@pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 1, 1)], ids=str)
+@pytest.mark.parametrize("first", [0, 33])
+def test_more_entries_than_bits_of_a_word(nodes: tuple[int, ...], first: int) -> None:
+    """A proxy notes which of 40 entries visit its node, for one client or two."""
+    spec = make_spec(len(nodes), sums="invariant", route="two_level", num_experts=48, num_topk=40)
+    ThreadRanks(len(nodes), nodes=nodes).run(round_of_late_entries, spec, first)
 
 
 def test_ranked_sums_do_differ() -> None:

@@ -53,13 +53,17 @@ def late_until(group: Any, faulty_rank: int, path: str) -> None:
         good_round(buffer)
 
 
-def waiting_times(group: Any, faulty_rank: int, seconds: float) -> tuple[list[int], Report]:
+def waiting_times(group: Any, faulty_rank: int, seconds: float) -> tuple[list[int], Report, list[int]]:
+    """Return the times waited for each peer, a report, and the times of arrival in the op for which one was late."""
     with open_buffer(group) as buffer:
         good_round(buffer)
         if buffer.rank == faulty_rank:
             time.sleep(seconds)
-        good_round(buffer)
-        return buffer.waited_ns(), buffer.report()
+        x, idx = torch.ones(4, buffer.spec.hidden), torch.zeros(4, buffer.spec.num_topk, dtype=torch.int64)
+        received = buffer.dispatch(x, idx, torch.ones(4, buffer.spec.num_topk))
+        arrivals = buffer.timings()["arrival_ns"]
+        buffer.combine(*received)
+        return buffer.waited_ns(), buffer.report(), arrivals
 
 
 def swapped_segments(group: Any) -> Report:

@@ -11,6 +11,7 @@ from support.routing import buffer_kwargs, make_inputs, make_spec
 
 from moe_rt import Buffer, MoEConfig, MoELayer
 from moe_rt.config.spec import BufferSpec
+from moe_rt.errors import InvalidRouting
 
 TIMEOUT_S = 100.0
 
@@ -49,6 +50,18 @@ def bad_dispatch(group: Any, faulty_rank: int, changes: dict[str, Any]) -> str:
             text = f"{type(error).__name__}: {error}"
         good_round(buffer)  # a refusal leaves the group usable
         return text
+
+
+def two_bad_dispatches(group: Any) -> tuple[str, int]:
+    """Ranks 1 and 2 dispatch to experts 91 and 92, which do not exist. Return the error and the peer that it names."""
+    with open_buffer(group) as buffer:
+        spec, expert = buffer.spec, 90 + buffer.rank if buffer.rank else 0
+        x, idx = torch.randn(4, spec.hidden), torch.full((4, spec.num_topk), expert)
+        try:
+            buffer.dispatch(x, idx, torch.ones(4, spec.num_topk))
+        except InvalidRouting as error:
+            return str(error), error.peer
+    return "no error", -1
 
 
 def bad_combine(group: Any, faulty_rank: int, name: str, value: torch.Tensor) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from faults.cases_faults import good_round, open_buffer
+from support.routing import make_spec
 
 from moe_rt import Buffer
 from moe_rt.buffer.pending import Pending
@@ -49,6 +51,52 @@ def between(group: Any, fault: str, depth: int = 1, **options: Any) -> list[str]
         buffer.abort(ValueError("a mistake on purpose"))
     waited = [outcome(each.wait) for each in (pending, *others)]
     return [*waited, outcome(lambda: good_round(buffer))]
+
+
+def closed_after(group: Any, who: int, depth: int, **options: Any) -> list[str]:
+    """Rank `who` closes after 1, 2 ... `depth` dispatches, of a buffer each. Return the outcomes of the next ones."""
+    found = []
+    for count in range(1, depth + 1):
+        buffer, gate = open_buffer(group, depth=depth, **options), open_buffer(group)
+        for _ in range(count):
+            begin(buffer).wait()
+        with gate:  # all ranks have ended these ops once all take part in another
+            begin(gate).wait()
+        if buffer.rank == who:
+            buffer.close()
+        found.append(outcome(lambda: begin(buffer).wait()))
+        buffer.close()
+    return found
+
+
+def begun_before_it_closed(group: Any, depth: int, rows: int, **options: Any) -> list[str]:
+    """Rank FAULTY_RANK closes with `depth` ops under way, before the others begin these. Return their outcomes."""
+    sizes = dict(num_max_tokens_per_rank=rows, hidden=1024, num_topk=1, num_experts=group.size())
+    buffer = open_buffer(group, make_spec(group.size(), depth=depth, **sizes), **options)
+    x, weights = torch.full((rows, 1024), 1.0 + buffer.rank), torch.ones(rows, 1)
+    idx = torch.arange(rows).unsqueeze(1) % buffer.num_ranks
+
+    def right(recv_x: torch.Tensor, _: torch.Tensor, handle: Any) -> None:
+        ranks = range(buffer.num_ranks)
+        expected = torch.cat([torch.full(((idx == buffer.rank).sum(), 1024), 1.0 + rank) for rank in ranks])
+        if not torch.equal(recv_x[: int(handle.offs[-1])], expected):
+            raise RuntimeError("other rows")
+
+    if buffer.rank == FAULTY_RANK:
+        for _ in range(depth):
+            buffer.dispatch(x, idx, weights, wait=False)
+        buffer.close()
+        del buffer, right  # its network serves peers without them
+        gc.collect()
+        group.barrier().wait()
+        group.barrier().wait()
+        return []
+    group.barrier().wait()
+    ops = [buffer.dispatch(x, idx, weights, wait=False) for _ in range(depth)]
+    found = [outcome(lambda op=op: right(*op.wait())) for op in ops]  # type: ignore[misc]
+    group.barrier().wait()
+    buffer.close()
+    return found
 
 
 def fork_between(group: Any, depth: int) -> tuple[str, str]:

@@ -67,6 +67,13 @@ def test_dispatch_is_refused_everywhere(make_ranks: MakeRanks, heap: str, name: 
 
 
 @pytest.mark.parametrize("heap", CPU_HEAPS)
+def test_the_first_of_two_refusals_is_named_everywhere(make_ranks: MakeRanks, heap: str) -> None:
+    for text, peer in make_ranks(heap, SIZE).run(cases.two_bad_dispatches):
+        assert "expert id 91" in text
+        assert peer == 1
+
+
+@pytest.mark.parametrize("heap", CPU_HEAPS)
 @pytest.mark.parametrize(
     ("name", "value", "here"),
     [

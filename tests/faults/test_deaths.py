@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import select
 import subprocess
 import sys
@@ -57,6 +58,16 @@ def is_readable(pidfd: int) -> bool:
     return bool(select.select([pidfd], [], [], 0)[0])
 
 
+@contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
 def noticed_before_its_pidfd(code: str) -> bool:
     with process(code) as child:
         watched, pidfd = watch(child.pid), os.pidfd_open(child.pid)
@@ -82,6 +93,8 @@ def test_process_lives_on_without_its_first_thread() -> None:
         while _process_state(child.pid) != "dead":  # the state of a process whose first thread is dead
             assert time.monotonic() < deadline
         assert not watched.has_ended()
+        with no_descriptor_left():  # its other threads cannot be listed
+            assert not watched.has_ended()
         child.kill()
         wait_for_end(watched)
 

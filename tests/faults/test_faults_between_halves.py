@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from faults import cases_halves as cases
 from faults.cases_faults import open_buffer
-from support.ranks import ProcessRanks, Ranks
+from support.ranks import ProcessRanks, Ranks, ThreadRanks
 
 from moe_rt import ThreadGroup
 from moe_rt.engine.engine import Engine
@@ -48,6 +49,23 @@ def test_rank_that_fails_between_the_halves(fault: str, error: str, depth: int) 
         assert all(waited == "ok" or waited.startswith((error, "GroupPoisoned")) for waited in waits), outcomes
         assert after.startswith((error, "GroupPoisoned")), outcomes
     assert any(after.startswith(error) for *_, after in outcomes), outcomes
+
+
+def check_closed(found: list[list[str]], who: int) -> None:
+    """Check what ranks see of rank `who`, which closed after 1, 2 ... dispatches."""
+    assert all(text.startswith("GroupClosed: ") for text in found.pop(who))
+    for count, texts in enumerate(zip(*found, strict=True), start=1):
+        assert all(text.startswith(("GroupClosed: ", "GroupPoisoned: ")) for text in texts), texts
+        expected = f"it announced op {count}, expected {count + 1}"
+        seen = [text for text in texts if text.startswith(f"GroupClosed: dispatch #{count + 1} on rank")]
+        assert any(expected in text for text in seen), texts
+
+
+@pytest.mark.parametrize(("nodes", "route"), [(None, "flat"), ((0, 1, 2), "two_level")])
+def test_rank_that_closed_in_any_channel(nodes: tuple[int, ...] | None, route: str) -> None:
+    """It is noticed long before the timeout, and by its number of ops, in whichever channel the next op is."""
+    found = ThreadRanks(SIZE, nodes=nodes).run(partial(cases.closed_after, route=route), cases.FAULTY_RANK, 3)
+    check_closed(found, cases.FAULTY_RANK)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from faults import cases_failures, cases_halves
 from faults import cases_remote as cases
+from faults.test_faults_between_halves import check_closed
 from nodes.node_ranks import NodeRanks
 
 NODES = (1, 2)
@@ -127,6 +128,18 @@ def test_a_rank_that_fails_between_the_halves(ranks: NodeRanks, route: str, faul
     for waited, after in outcomes:
         assert waited == "ok" or waited.startswith((error, "GroupPoisoned")), outcomes
         assert after.startswith((error, "GroupPoisoned")), outcomes
+
+
+@pytest.mark.parametrize("route", ["flat", "two_level"])
+def test_a_rank_that_closed_in_any_channel(ranks: NodeRanks, route: str) -> None:
+    check_closed(ranks.run(partial(cases_halves.closed_after, route=route), 0, 2), 0)
+
+
+def test_a_rank_serves_what_it_has_announced(ranks: NodeRanks) -> None:
+    """It has closed, but its network sends rows until every peer has announced a later op, or has closed."""
+    found = ranks.run(partial(cases_halves.begun_before_it_closed, route="flat"), 2, 2000)
+    assert found.pop(cases_halves.FAULTY_RANK) == []
+    assert found == [["ok"] * 2] * len(found)
 
 
 def test_ops_that_are_never_waited_for(ranks: NodeRanks) -> None:

@@ -70,6 +70,24 @@ def test_everyone_names_the_rank(act: Callable[[Buffer], None], cause: str) -> N
             assert f"rank {FAULTY_RANK}" in text, outcomes
 
 
+def one_good_round(group: ThreadGroup) -> str:
+    try:
+        with two_level(group) as buffer:
+            good_round(buffer)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_everyone_names_the_rank_whose_lists_are_corrupt(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """Its proxy reads these lists first, and its neighbours read them."""
+    monkeypatch.setenv("MOE_RT_FAULT", f"rank={rank},op=1,at=after_payload,do=corrupt")
+    texts = ThreadRanks(3, nodes=(0, 0, 1)).run(one_good_round)
+    named = f"control data of rank {rank} cannot be true", f"CorruptPeer, concerning rank {rank};"
+    assert all(any(name in text for name in named) for text in texts), texts
+
+
 def ends_with(group: ThreadGroup, last_op: str) -> str:
     """Run two rounds, of which the last ends after this op; a rank that completes it closes immediately."""
     with two_level(group) as buffer:

@@ -168,6 +168,20 @@ void keep_promises(unsigned seed) {
   keep_the_first_poison(a, b, random);
 }
 
+// Put a few words that no post follows: a flush sends them.
+void flush_small_puts() {
+  std::mt19937 random(1);
+  Rank a, b;
+  UcxPeer& peer = a.peers[1];
+  peer.connect(kApi, &b, 0, b.inbox.secret());
+  b.peers[0].connect(kApi, &a, 1, a.inbox.secret());
+  for (uint32_t i = 0; i < 3; ++i) peer.put(kLayout.window[0].tokens + 8 * i, &i, sizeof(i));
+  peer.flush();
+  while (arrives(b, random) || arrives(a, random)) {
+  }
+  expect(peer.flushed() && has_small(b, kLayout.window[0].tokens, 3, 0), "small puts were not there when flushed");
+}
+
 // Send rows of which not all may be in flight; check the reports on them, and that a last word does not wait for them.
 void send_many_rows() {
   std::mt19937 random(1);
@@ -247,6 +261,7 @@ void refuse(const std::string& what, Message m, uint64_t bytes, bool loses = tru
 
 int main() {
   for (unsigned seed = 0; seed < 20; ++seed) keep_promises(seed);
+  flush_small_puts();
   send_many_rows();
   const int64_t end = kLayout.bytes, most = tuning::kMessageBytes, boxes = kLayout.mailboxes;
   const auto from1 = [](Ask ask, int64_t offset, int64_t bytes, uint64_t number = 0) {

@@ -71,6 +71,14 @@ def test_who_waits_itself_is_not_the_late_one(machine: str) -> None:
     assert (found.code, found.peer) == (Code.POISONED, 2)
 
 
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("word", ["other", "dead"])
+def test_only_a_timeout_on_this_rank_is_passed_to_its_peer(machine: str, word: str) -> None:
+    """Rank 2 has timed out on rank 1, or found rank 0 dead: that is the cause, however long rank 0 has waited."""
+    found = wait(machine, 1.0, 3, f"{word}:0.9")
+    assert (found.code, found.peer) == (Code.POISONED, 2)
+
+
 def test_who_was_frozen_in_a_wait_is_the_late_one() -> None:
     """A rank that was frozen in a wait must not blame the peer it would have waited for: frozen time is not waiting."""
     found = wait("cpu", 1.0, 3, "woken:0.1")
@@ -92,6 +100,19 @@ def test_rows_of_a_lost_peer_are_not_taken_for_there() -> None:
 def test_a_signal_while_rows_are_awaited_is_no_peers() -> None:
     found = wait("interrupted", 1.0, 4)
     assert (found.code, found.peer) == (Code.INTERRUPTED, -1)
+
+
+def test_a_signal_in_a_wait_too_short_to_look_for_one() -> None:
+    """A signal that came before the timeout ends the wait, although these are looked for ten times a second."""
+    assert wait("interrupted", 0.02, 4).code == Code.INTERRUPTED
+
+
+def test_a_lost_proxy_ends_the_wait_for_what_it_passes_on() -> None:
+    """The source may be lost: the proxy has its announcement."""
+    found = wait("abandoned", 10.0, 4)
+    assert (found.code, found.peer) == (Code.PEER_DEAD, 3)
+    assert found.seconds < 0.1
+    assert wait("passed", 1.0, 4).code == Code.PEER_TIMEOUT
 
 
 @pytest.mark.parametrize("machine", MACHINES)

@@ -2,14 +2,18 @@
 // and the share of it that leaves the core to others, on machines of any speed.
 //
 // Usage: waiting cpu|gpu|nodes|left TIMEOUT_S NUM_RANKS LATE_S...
-//        waiting lost|interrupted TIMEOUT_S NUM_RANKS
+//        waiting lost|interrupted|passed|abandoned TIMEOUT_S NUM_RANKS
 //
 // First form: rank 0's first peers announce after LATE_S each, the others never. If LATE_S begins with "blamed:", the
 // last rank announces then that it has timed out on rank 0; with "woken:" rank 0 is frozen from then on, and finds that
-// poison word when it resumes. With "nodes" a CPU rank has half of the ranks on its node, and ranks of the other node
-// forward their signals. "left" does the same, but the network loses these ranks, since the last rank has failed; its
-// poison word arrives just before. Second form: all other ranks are on other nodes and rank 0 awaits their rows, when
-// the network loses the last of them, or a signal arrives.
+// poison word when it resumes. With "other:" the last rank has timed out on rank 1, with "dead:" it has found rank 0
+// dead. With "nodes" a CPU rank has half of the ranks on its node, and ranks of the other node forward their signals.
+// "left" does the same, but the network loses these ranks, since the last rank has failed; its poison word arrives just
+// before.
+//
+// Second form: all other ranks are on other nodes and rank 0 awaits their rows, when the network loses the last of them
+// ("lost"), or a signal arrives ("interrupted"). Or it awaits what one rank passes on of another, and the network loses
+// the first of the two ("abandoned") or the second ("passed").
 //
 // Prints the code that ends the op, the peer it names, the op's duration, and the time in naps.
 #include <sched.h>
@@ -125,6 +129,15 @@ Status wait_for_rows(const World& world, bool loses, double timeout_s) {
   return peers.settle(peers.ranks(), Phase::kGather, idle);
 }
 
+// Waits for the combine of `source`, which `announcer` passes on.
+Status wait_for_passed_on(const World& world, int source, int announcer, double timeout_s) {
+  SilentNetwork network(std::vector<uint64_t>(world.shape.num_ranks, uint64_t(world.base[0])), world.shape, true);
+  const uint64_t seq[kNumKinds] = {0, 1};
+  HostIdle idle(world, Op::kCombine, 1, seq, timeout_s, true, nullptr, &network);
+  idle.watch({.peer = source, .announcer = announcer, .passed_on = true, .in_order = false});
+  return {.code = wait_signal(world.mailbox(0, Kind::kCombine, source), 1, idle), .peer = announcer};
+}
+
 Status wait_on_cpu(const EngineConfig& config) {
   Engine engine(config);
   return engine.refuse(Op::kDispatch, Code::kInvalidInput, 0, 0, 0);
@@ -164,7 +177,8 @@ int main(int argc, char** argv) {
     const auto late_ns = static_cast<int64_t>(std::atof(colon ? colon + 1 : argv[i]) * kSecond);
     if (colon) {
       const int64_t frozen_ns = argv[i][0] == 'w' ? 10 * kSecond : 0;
-      const uint64_t word = poison_word(Code::kPeerTimeout, num_ranks - 1, 0);
+      const Code code = argv[i][0] == 'd' ? Code::kPeerDead : Code::kPeerTimeout;
+      const uint64_t word = poison_word(code, num_ranks - 1, argv[i][0] == 'o' ? 1 : 0);
       arrivals.push_back({now_ns + late_ns, &world.poison(0), word, frozen_ns});
     } else {
       arrivals.push_back({now_ns + late_ns, &world.mailbox(0, Kind::kDispatch, i - 3).signal, 1});
@@ -178,23 +192,28 @@ int main(int argc, char** argv) {
   for (int r = num_ranks / 2; r < num_ranks && on_nodes; ++r) segments[r] = 0;
   const int64_t start_ns = now_ns;
   const bool loses = std::strcmp(argv[1], "lost") == 0, for_rows = loses || std::strcmp(argv[1], "interrupted") == 0;
-  const Status status = for_rows ? wait_for_rows(world, loses, timeout_s)
-                        : on_cpu ? wait_on_cpu({.shape = shape,
-                                                .elem = rows::Elem::kFloat32,
-                                                .rank = 0,
-                                                .config_hash = 1,
-                                                .expert_rank = expert_rank,
-                                                .node_of = node_of,
-                                                .segments = segments,
-                                                .watches = {},
-                                                .timeout_s = timeout_s,
-                                                .dispatch_codec = Codec::kRaw,
-                                                .combine_codec = Codec::kRaw,
-                                                .drop_overflow = false,
-                                                .num_lanes = 1,
-                                                .isa = "portable",
-                                                .network = network})
-                                 : wait_on_gpu(world, timeout_s);
+  const bool abandoned = std::strcmp(argv[1], "abandoned") == 0,
+             for_passed = abandoned || std::strcmp(argv[1], "passed") == 0;
+  const int one = num_ranks - 1, other = num_ranks - 2;
+  const Status status = for_passed
+                            ? wait_for_passed_on(world, abandoned ? other : one, abandoned ? one : other, timeout_s)
+                        : for_rows ? wait_for_rows(world, loses, timeout_s)
+                        : on_cpu   ? wait_on_cpu({.shape = shape,
+                                                  .elem = rows::Elem::kFloat32,
+                                                  .rank = 0,
+                                                  .config_hash = 1,
+                                                  .expert_rank = expert_rank,
+                                                  .node_of = node_of,
+                                                  .segments = segments,
+                                                  .watches = {},
+                                                  .timeout_s = timeout_s,
+                                                  .dispatch_codec = Codec::kRaw,
+                                                  .combine_codec = Codec::kRaw,
+                                                  .drop_overflow = false,
+                                                  .num_lanes = 1,
+                                                  .isa = "portable",
+                                                  .network = network})
+                                   : wait_on_gpu(world, timeout_s);
   const auto seconds = [](int64_t ns) { return static_cast<double>(ns) / kSecond; };
   std::printf("%d %d %.9g %.9g\n", static_cast<int>(status.code), status.peer, seconds(now_ns - start_ns),
               seconds(napped_ns));
