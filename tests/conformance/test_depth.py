@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import CPU_HEAPS, HEAPS
+from support.emulated_gpu import EmulatedGpu
 from support.ranks import Ranks
 from support.rounds import one_round, outcome
 from support.routing import buffer_kwargs, make_inputs, make_spec
@@ -331,6 +332,14 @@ def test_retry_is_refused() -> None:
     """Ranks repeat an overflowed dispatch when they wait for it, and may wait in any order."""
     with pytest.raises(InvalidConfig, match="depth = 2"):
         one_rank(depth=2, overflow="retry", capacity_factor=1.0)
+
+
+@pytest.mark.emulated("has few multiprocessors")
+def test_waits_of_all_ops_under_way_fit_on_a_gpu() -> None:
+    """Each op that may be under way may wait on a stream of its own, beside a launch that sends."""
+    gpu = EmulatedGpu(num_sms=3)
+    with pytest.raises(InvalidConfig, match="got 3 waits of virtual ranks, ranks times depth, on a GPU of 3"):
+        Buffer(ThreadGroup.make(1, gpu)[0], **buffer_kwargs(make_spec(1, depth=3)))
 
 
 def different_depths(group: Any) -> str:

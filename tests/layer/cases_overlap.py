@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -104,6 +105,9 @@ def gradients(group: Any, kind: str, in_halves: bool) -> tuple[Grads, list[str],
         layer.experts.down_proj.requires_grad_(False)
     elif kind == "lora":
         layer.experts = LowRank(layer.experts)  # type: ignore[assignment]
+    elif kind == "hook before experts in an adapter":
+        layer.experts = LowRank(layer.experts)  # type: ignore[assignment]
+        layer.experts.experts.register_full_backward_pre_hook(lambda *_: None)  # type: ignore[union-attr,operator]
     elif kind == "hook on the experts":
         layer.experts.register_full_backward_hook(lambda *_: None)
     x = inputs_for(group.rank(), 0 if kind == "no tokens" and group.rank() == 0 else 9)
@@ -136,6 +140,33 @@ def wrapped(group: Any, wrap: str) -> tuple[Grads, Grads]:
         results.append({name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in grads.items()})
         layer.buffer.close()
     return results[0], results[1]
+
+
+def kept_tensors(group: Any, num_chunks: int, in_halves: bool) -> list[int]:
+    """Return how many tensors exist after each of three backwards, and once its output is gone, without garbage
+    collection."""
+    layer = make_layer(group, num_chunks=num_chunks, shared_intermediate=8)
+    counts = []
+    gc.collect()
+    gc.disable()
+    try:
+        with whole(not in_halves):
+            for _ in range(3):
+                x = inputs_for(group.rank(), 9).requires_grad_()
+                y, _ = layer(x)
+                y.square().sum().backward()
+                x.grad = None
+                counts.append(_num_tensors())
+                del x, y, _
+                counts.append(_num_tensors())
+    finally:
+        gc.enable()
+    layer.buffer.close()
+    return counts
+
+
+def _num_tensors() -> int:
+    return sum(isinstance(found, Tensor) for found in gc.get_objects())
 
 
 def raises_between(group: Any) -> list[str]:

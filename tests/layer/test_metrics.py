@@ -23,9 +23,10 @@ def test_counts_add_up(make_ranks: MakeRanks) -> None:
         assert (snapshot.forwards, snapshot.rows_dropped) == (2, 0)
 
 
-def test_dropped_rows_are_counted(make_ranks: MakeRanks) -> None:
+@pytest.mark.parametrize("num_chunks", cases.LOST)
+def test_dropped_rows_are_counted(make_ranks: MakeRanks, num_chunks: int) -> None:
     """Rows dropped at rank 0 are counted: it gets all tokens of both ranks, and has capacity for a part."""
-    assert make_ranks("shm", 2).run(cases.dropped) == [(2 * cases.LOST, 2), (0, 2)]
+    assert make_ranks("shm", 2).run(cases.dropped, num_chunks) == [(2 * cases.LOST[num_chunks], 2), (0, 2)]
 
 
 def test_counts_of_a_layer_that_was_made_in_inference_mode() -> None:

@@ -29,7 +29,7 @@ def test_gradients_are_equal_and_weights_come_between(make_ranks: MakeRanks, kin
         assert sorted(plain) == sorted(set(seen) - {"_run_first", "_run_second"})
 
 
-@pytest.mark.parametrize("kind", ["frozen experts", "hook on the experts"])
+@pytest.mark.parametrize("kind", ["frozen experts", "hook on the experts", "hook before experts in an adapter"])
 def test_nothing_to_overlap_with(make_ranks: MakeRanks, kind: str) -> None:
     for (grads, seen, y), (expected, _, same) in make_ranks("shm", 2).run(cases.both, kind):
         torch.testing.assert_close((grads, y), (expected, same), **BITWISE)
@@ -47,6 +47,17 @@ def test_low_rank_adapter(make_ranks: MakeRanks) -> None:
 def test_data_parallel(make_ranks: MakeRanks, wrap: str) -> None:
     for grads, expected in make_ranks("shm", 2).run(cases.wrapped, wrap):
         torch.testing.assert_close(grads, expected, **BITWISE)
+
+
+@pytest.mark.parametrize(("num_chunks", "in_halves"), [(1, True), (3, False)])
+def test_tensors_are_gone_after_backward(make_ranks: MakeRanks, num_chunks: int, in_halves: bool) -> None:
+    """A backward keeps as few tensors as that of whole ops, and no circle of objects keeps any."""
+    run = make_ranks("shm", 2).run
+    of_whole_ops = run(cases.kept_tensors, 1, False)
+    for expected, counts in zip(of_whole_ops, run(cases.kept_tensors, num_chunks, in_halves), strict=True):
+        after, gone = counts[:2]
+        assert counts == [after, gone] * 3
+        assert after - gone == expected[0] - expected[1]
 
 
 def test_exception_between_the_halves(make_ranks: MakeRanks) -> None:
