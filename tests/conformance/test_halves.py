@@ -5,9 +5,11 @@ MOE_RT_TEST_HALVES=1 runs any other test with halves.
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +21,7 @@ from support.ranks import Ranks
 from support.rounds import CPU, one_round, outcome
 from support.routing import buffer_kwargs, make_inputs, make_spec
 
-from moe_rt import Buffer
+from moe_rt import Buffer, ThreadGroup
 from moe_rt.buffer.pending import Pending
 from moe_rt.config.spec import BufferSpec
 from moe_rt.errors import GroupClosed, InvalidInput, InvalidRouting
@@ -201,3 +203,16 @@ def retried(group: Any) -> int:
 
 def test_retry(make_ranks: MakeRanks) -> None:
     make_ranks("shm", 2).run(retried)
+
+
+def test_an_op_that_was_never_waited_for_keeps_no_engine() -> None:
+    """Autograd's nodes of an op's inputs refer to the engine, so an op under way refers to no such node."""
+    spec = make_spec(1)
+    inputs = make_inputs(spec, [7], 1, "topk")
+    buffer = Buffer(ThreadGroup.make(1)[0], **buffer_kwargs(spec))
+    received = buffer.dispatch(inputs.xs[0].requires_grad_(), inputs.topk_idx[0], inputs.topk_weights[0])
+    buffer.combine(*received, wait=False)
+    engine = weakref.ref(buffer._engine)
+    del buffer, received
+    gc.collect()
+    assert engine() is None
