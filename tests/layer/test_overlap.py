@@ -9,6 +9,8 @@ import torch
 from layer import cases_overlap as cases
 from support.ranks import Ranks
 
+from moe_rt.ops.late_weights import LateWeights
+
 MakeRanks = Callable[[str, int], Ranks]
 BITWISE = {"rtol": 0, "atol": 0}
 KINDS = ["plain", "shared", "biases", "split", "transposed", "frozen router", "one frozen weight", "no input gradient"]
@@ -58,6 +60,14 @@ def test_tensors_are_gone_after_backward(make_ranks: MakeRanks, num_chunks: int,
         after, gone = counts[:2]
         assert counts == [after, gone] * 3
         assert after - gone == expected[0] - expected[1]
+
+
+def test_weights_are_made_once_for_each_module_and_dtype() -> None:
+    late, made = LateWeights(None), [{"w": torch.ones(1) * i} for i in range(3)]
+    keys = [("one", torch.float32), ("one", torch.bfloat16), ("other", torch.float32)]
+    for key, weights in zip(keys, made, strict=True):
+        assert late.made_once(key, lambda weights=weights: weights) is weights
+    assert [late.made_once(key, dict) for key in keys] == made
 
 
 def test_exception_between_the_halves(make_ranks: MakeRanks) -> None:
