@@ -70,6 +70,19 @@ def test_weights_are_made_once_for_each_module_and_dtype() -> None:
     assert [late.made_once(key, dict) for key in keys] == made
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_gradient_has_the_layout_of_its_weight(transposed: bool) -> None:
+    """Autograd would copy any other."""
+    weight = torch.randn(2, 16, 8).requires_grad_()
+    b, offs = weight if transposed else weight.transpose(1, 2), torch.tensor([3, 5], dtype=torch.int32)
+    late, a = LateWeights(None), torch.randn(5, b.shape[1])
+    products = [late.multiply(weight, a * i, b, offs, False) for i in (1, 2)]
+    (grad,) = torch.autograd.grad(products, weight, [torch.ones_like(y) for y in products])
+    expected = torch.stack([rows.sum(0)[:, None].expand(-1, b.shape[2]) * 3 for rows in a.split([3, 2])])
+    torch.testing.assert_close(grad, expected if transposed else expected.transpose(1, 2))
+    assert grad.stride() == weight.stride()
+
+
 def test_exception_between_the_halves(make_ranks: MakeRanks) -> None:
     """Rank 0's hook raises; its next op is refused, on every rank, by an error that names the op under way."""
     errors = make_ranks("shm", 2).run(cases.raises_between)
