@@ -5,12 +5,15 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from moe_rt.errors import InvalidConfig
+from moe_rt.info import machine_card
+from moe_rt.lab.bench import calibrate as bench_calibrate
 from moe_rt.lab.bench.calibrate import cases_of, cores_apart, measure
 from moe_rt.plan.calibration import Library, calibrate, load, published, save
 from moe_rt.plan.families import FAMILIES, pipelined
@@ -293,6 +296,25 @@ def test_a_benchmark_of_this_machine_gives_a_line_for_each_phase() -> None:
     assert all(row.latency_us > 0 and row.system.family == "copies" for row in rows)
     assert [row.shape.intermediate for row in rows] == [512, 512]
     assert {one.op for one in calibrate(rows, date="x")} == {"layer", "layer+backward"}
+
+
+def test_a_line_has_the_least_of_the_medians_of_all_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds measure all cases anew, with the iterations that were asked for."""
+    asked: list[int | None] = []
+    medians = iter([30.0, 70.0, 20.0, 90.0, 40.0, 80.0])
+
+    def run(cases: list[Any], settings: Any, *rest: Any) -> dict[str, Any]:
+        asked.append(settings.iters)
+        results = [[{"phase": "", "isolated_us": {"p50": next(medians)}}] for _ in cases]
+        runs = [{"results": each, "line_latency_ns": [[0, 7.0 * len(asked)]]} for each in results]
+        return {"runs": runs, "machine": machine_card()}
+
+    monkeypatch.setattr(bench_calibrate, "run_cases", run)
+    shapes = [(1, tokens, 8, 2, 4, "uniform") for tokens in (4, 5)]
+    lines = measure(cases_of(shapes, ("pair",)), 9, None, rounds=3)
+    assert asked == [9, 9, 9]
+    assert [(line["tokens_per_rank"], line["latency_us"]) for line in lines] == [("4", "20"), ("5", "70")]
+    assert all("; line 7 ns" in line["notes"] for line in lines)
 
 
 @pytest.mark.parametrize(("ns", "warns"), [((0, 12, 400), False), ((0, 120, 400), True), ((0,), False)])
