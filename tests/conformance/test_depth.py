@@ -388,3 +388,14 @@ def test_gradients(compiled: bool) -> None:
         torch.testing.assert_close(found[1], found[0])
         if not compiled:
             assert torch.autograd.gradcheck(lambda x, w: two_batches(buffer, x, idx, w), (x, weights))
+
+
+def test_ops_that_others_have_ended_are_forgotten() -> None:
+    """No more of them are kept than may be under way, with their tensors."""
+    with one_rank(depth=2) as buffer:
+        x, weights = torch.ones(4, 8, dtype=torch.float64), torch.ones(4, 2, dtype=torch.float64)
+        idx = torch.tensor([[0, 1]] * 4)
+        for _ in range(5):
+            buffer.dispatch(x, idx, weights, wait=False)
+            buffer.dispatch(x, idx, weights)
+        assert len(buffer._engine._begun) == 2

@@ -216,3 +216,17 @@ def test_an_op_that_was_never_waited_for_keeps_no_engine() -> None:
     del buffer, received
     gc.collect()
     assert engine() is None
+
+
+def test_rows_in_a_token_window_are_sent_again() -> None:
+    """A dispatch that overflowed is repeated after another op has begun, whose window is not theirs."""
+    spec = make_spec(1, capacity_factor=0.2, overflow="retry", hidden=16)
+    inputs = make_inputs(spec, [7], 1, "topk")
+    with Buffer(ThreadGroup.make(1)[0], **buffer_kwargs(spec)) as buffer:
+        window = buffer.token_window(7)
+        window.copy_(inputs.xs[0])
+        recv_x, _, handle = buffer.dispatch(window, inputs.topk_idx[0], inputs.topk_weights[0], wait=False).wait()
+        received = int(handle.offs[-1])
+        assert spec.capacity(0) < received <= buffer.capacity
+        expected, *_ = buffer.dispatch(inputs.xs[0], inputs.topk_idx[0], inputs.topk_weights[0])
+        torch.testing.assert_close(recv_x[:received], expected[:received], rtol=0, atol=0)
