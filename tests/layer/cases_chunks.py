@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from layer.cases_overlap import Grads, LowRank, run
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from moe_rt import MoELayer
 from moe_rt.engine.cpu import CpuEngine
@@ -85,6 +87,8 @@ def gradients(group: Any, kind: str, num_chunks: int) -> tuple[Tensor, Grads, li
         layer.experts = LowRank(layer.experts)  # type: ignore[assignment]
     elif kind == "other experts":
         layer.experts = Twice(layer.experts)  # type: ignore[assignment]
+    elif kind == "checkpoint of experts":
+        layer.experts.forward = partial(checkpoint, layer.experts.forward, use_reentrant=False)  # type: ignore
     elif kind == "hooks":
         layer.experts.register_forward_hook(lambda _, __, y: y * 2)
         layer.experts.register_full_backward_hook(lambda *_: None)
@@ -141,9 +145,11 @@ def backward_again(group: Any) -> list[Any]:
     return results
 
 
-def weight_gradients(group: Any, num_chunks: int) -> list[str]:
-    """Return the order of ops and of the experts' gradients in a backward."""
+def weight_gradients(group: Any, num_chunks: int, hook: bool) -> list[str]:
+    """Return the order of ops and of the experts' gradients in a backward; `hook` is one on the experts' backward."""
     layer = make_layer(group, num_chunks)
+    if hook:
+        layer.experts.register_full_backward_hook(lambda *_: None)
     y, _ = layer(inputs_for(group.rank(), 9).requires_grad_())
     with seen_ops() as seen:
         for name, p in layer.experts.named_parameters():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -108,6 +109,8 @@ def gradients(group: Any, kind: str, in_halves: bool) -> tuple[Grads, list[str],
     elif kind == "hook before experts in an adapter":
         layer.experts = LowRank(layer.experts)  # type: ignore[assignment]
         layer.experts.experts.register_full_backward_pre_hook(lambda *_: None)  # type: ignore[union-attr,operator]
+    elif kind == "checkpoint of experts":
+        layer.experts.forward = partial(checkpoint, layer.experts.forward, use_reentrant=False)  # type: ignore
     elif kind == "hook on the experts":
         layer.experts.register_full_backward_hook(lambda *_: None)
     x = inputs_for(group.rank(), 0 if kind == "no tokens" and group.rank() == 0 else 9)

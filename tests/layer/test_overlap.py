@@ -14,7 +14,7 @@ from moe_rt.ops.late_weights import LateWeights
 MakeRanks = Callable[[str, int], Ranks]
 BITWISE = {"rtol": 0, "atol": 0}
 KINDS = ["plain", "shared", "biases", "split", "transposed", "frozen router", "one frozen weight", "no input gradient"]
-KINDS += ["no tokens", "autocast", "checkpoint", "reentrant"]
+KINDS += ["no tokens", "autocast", "checkpoint", "reentrant", "checkpoint of experts"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
