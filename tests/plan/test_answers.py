@@ -50,6 +50,18 @@ def test_skew_never_makes_a_layer_faster() -> None:
     assert skewed.step_us > even.step_us
 
 
+def test_memory_is_that_of_all_layers_and_of_the_capacity() -> None:
+    one = Configuration(8, "normal", "fp8", 2048)
+    usual = layer_of(QWEN, Cluster(8), one, UNIFORM)
+    assert usual.weights_bytes == QWEN.experts // 8 * 3 * 2 * QWEN.hidden * QWEN.intermediate * QWEN.layers
+    row_and_copy = 2 * 2 * QWEN.hidden
+    assert usual.buffer_bytes == int(row_and_copy * 2048 * QWEN.topk * usual.busiest)
+    limited = layer_of(QWEN, Cluster(8), one, UNIFORM, capacity_factor=3.0)
+    assert limited.buffer_bytes == row_and_copy * 2048 * QWEN.topk * 3
+    for layer in (usual, limited):
+        assert layer.memory_bytes == layer.weights_bytes + layer.buffer_bytes
+
+
 def test_chunks_hide_the_shorter_part() -> None:
     assert overlapped(10, 100, 10, 1) == 120
     assert overlapped(5, 50, 5, 2) == 110  # products hide one exchange

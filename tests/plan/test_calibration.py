@@ -15,7 +15,7 @@ from moe_rt.errors import InvalidConfig
 from moe_rt.info import machine_card
 from moe_rt.lab.bench import calibrate as bench_calibrate
 from moe_rt.lab.bench.calibrate import cases_of, cores_apart, measure
-from moe_rt.plan.calibration import Library, calibrate, load, published, save
+from moe_rt.plan.calibration import Library, _merged, calibrate, load, published, save
 from moe_rt.plan.families import FAMILIES, pipelined
 from moe_rt.plan.fit import Correction, fit
 from moe_rt.plan.models import MODELS
@@ -252,6 +252,22 @@ def test_similar_systems_lend_what_few_measurements_leave_open() -> None:
         return abs(library.predict(target.system, target.op, target.shape).us / target.latency_us - 1)
 
     assert error([*full, *poor]) < error(poor) / 2
+
+
+@pytest.mark.parametrize("scale", [0.5, 2.0])
+def test_residuals_of_one_gpu_do_not_correct_another(scale: float) -> None:
+    """With links of another rate only the formula counts."""
+    (one,) = calibrate([parse(line) for line in measured("normal", noise=0.2)], date="x")
+    x = Points.of(parse(line).shape for line in lines("normal"))
+    values = one.parameters | {"B_link": one.parameters["B_link"] * scale}
+    assert one.times(x, scale)[0] == pytest.approx(FAMILIES[one.family].seconds(values, x))
+    assert one.times(x)[0] != pytest.approx(FAMILIES[one.family].seconds(one.parameters, x), rel=0.02)
+
+
+def test_repeated_shapes_count_once() -> None:
+    features, residuals = _merged(np.array([[2.0, 1.0], [1.0, 1.0], [2.0, 1.0]]), np.array([0.1, 0.5, 0.3]))
+    assert features.tolist() == [[1.0, 1.0], [2.0, 1.0]]
+    assert residuals.tolist() == pytest.approx([0.5, 0.2])
 
 
 def test_an_interval_grows_beyond_the_measured_shapes() -> None:
