@@ -187,3 +187,13 @@ def test_the_barrier_waits_for_every_rank_every_time() -> None:
         barrier.wait()
         assert arrivals == [0, 2, 3] * time
         assert words[1 * 8] == time
+
+
+@pytest.mark.parametrize("cold", [False, True])
+def test_caches_are_filled_before_the_barrier_if_asked(cold: bool) -> None:
+    noted: list[str] = []
+    processor = SimpleNamespace(cool=lambda: noted.append("cool"), finish=lambda: noted.append("finish"))
+    barrier = SimpleNamespace(wait=lambda: noted.append("wait"))
+    none: Any = None
+    World(0, 2, none, none, barrier, processor, mpi=False).meet(cold)  # type: ignore[arg-type]
+    assert noted == [*["cool"] * cold, "finish", "wait"]

@@ -12,6 +12,7 @@ from compat.oracle import make_job, received, visits
 from moe_rt import ThreadGroup
 from moe_rt.compat import deep_ep
 from moe_rt.compat.deep_ep import exchange, fp8, sizes
+from moe_rt.errors import InvalidConfig
 
 BYTES, HIDDEN, MOST = int(2e9), 128, 16
 JOB = make_job(2, [8, 8], HIDDEN, 3, 4)
@@ -124,3 +125,15 @@ def test_a_size_hint_counts_scales_of_fp8_rows() -> None:
     of_dispatch = sizes.dispatch_bytes(64, 1024, 7168, 7168 // 32, 8)
     assert sizes.elastic_bytes(64, 1024, 7168, 8, True, True) == -(-of_dispatch // sizes.ALIGNMENT) * sizes.ALIGNMENT
     assert of_dispatch == 64 * 1024 * (7168 + 896 + 128)
+
+
+def test_a_number_of_sms_is_even(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is for the configs that are recommended from then on."""
+    monkeypatch.setattr(deep_ep.Buffer, "num_sms", 20)
+    for number in (2, 16, 24):
+        deep_ep.Buffer.set_num_sms(number)
+        configs = deep_ep.Buffer.get_dispatch_config(8), deep_ep.Buffer.get_combine_config(8)
+        assert [config.num_sms for config in configs] == [number, number]
+    for odd in (3, 9, 21):
+        with pytest.raises(InvalidConfig, match=f"new_num_sms: got {odd}, expected an even number"):
+            deep_ep.Buffer.set_num_sms(odd)

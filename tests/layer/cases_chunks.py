@@ -205,8 +205,12 @@ def different_numbers(group: Any) -> str:
 
 
 def too_many_tokens(group: Any) -> list[str]:
-    """Return the error of a batch that is too large on rank 1, in chunks, and what the next batch gives."""
-    layer = make_layer(group, 3)
+    """Return the error of a batch that is too large on rank 1, in chunks, and what the next batch gives.
+
+    All ops of the report have the layer's tag, also a refused one.
+    """
+    before, layer = MoELayer(config(sums="invariant"), group), make_layer(group, 3)
+    assert before.buffer is layer.buffer
     most = layer.config.num_max_tokens_per_rank
     assert most is not None
     x = torch.randn(most + 1 if group.rank() == 1 else 2, layer.config.hidden)
@@ -216,6 +220,7 @@ def too_many_tokens(group: Any) -> list[str]:
             texts.append(f"{len(layer(rows)[0])} tokens")
         except TooManyTokens as error:
             texts.append(str(error))
+    assert {op.tag for op in layer.buffer.report().ranks[group.rank()].last_ops} == {layer.tag}
     layer.buffer.close()
     return texts
 
