@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_rt import MoELayer
 from moe_rt.engine.cpu import CpuEngine
+from moe_rt.errors import InvalidInput
 from moe_rt.nn import overlap
 from moe_rt.parallel import prepare
 
@@ -166,6 +167,21 @@ def kept_tensors(group: Any, num_chunks: int, in_halves: bool) -> list[int]:
         gc.enable()
     layer.buffer.close()
     return counts
+
+
+def window_with_gradients(group: Any, num_chunks: int) -> str:
+    """Return the error of a training forward whose input is a token window."""
+    layer = make_layer(group, num_chunks=num_chunks)
+    x = layer.buffer.token_window(9)
+    x.copy_(inputs_for(group.rank(), 9))
+    try:
+        with whole(False):
+            layer(x)
+    except InvalidInput as error:
+        return str(error)
+    finally:
+        layer.buffer.close()
+    return "no error"
 
 
 def _num_tensors() -> int:

@@ -62,6 +62,13 @@ def test_tensors_are_gone_after_backward(make_ranks: MakeRanks, num_chunks: int,
         assert after - gone == expected[0] - expected[1]
 
 
+@pytest.mark.parametrize("num_chunks", [1, 3])
+def test_a_token_window_is_not_for_training(make_ranks: MakeRanks, num_chunks: int) -> None:
+    """Later ops overwrite its rows, which autograd may have saved."""
+    for text in make_ranks("shm", 2).run(cases.window_with_gradients, num_chunks):
+        assert "x: got a token window in a dispatch that gradients are recorded of" in text, text
+
+
 def test_weights_are_made_once_for_each_module_and_dtype() -> None:
     late, made = LateWeights(None), [{"w": torch.ones(1) * i} for i in range(3)]
     keys = [("one", torch.float32), ("one", torch.bfloat16), ("other", torch.float32)]
