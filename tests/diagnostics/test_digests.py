@@ -153,3 +153,15 @@ def test_compiled_layers_are_refused(tmp_path: Path) -> None:
         with pytest.raises(InvalidConfig, match="watched already"), diagnostics.digest(layer, tmp_path / "two"):
             pass
     layer.buffer.close()
+
+
+def test_steps_after_the_block_are_not_watched(tmp_path: Path) -> None:
+    model = Mixed(None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with diagnostics.digest(model, tmp_path) as digest:
+        optimizer.step()
+    lines = (tmp_path / "rank-00000.jsonl").read_text()
+    optimizer.step()
+    assert not digest._pending
+    assert (tmp_path / "rank-00000.jsonl").read_text() == lines
+    model.close()
