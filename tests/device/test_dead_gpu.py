@@ -210,3 +210,17 @@ def test_no_gpu_here() -> None:
         Buffer(ThreadGroup.make(1, "cuda")[0], **buffer_kwargs(make_spec(1)))
     with pytest.raises(InvalidConfig, match=NO_GPU):
         Buffer(ThreadGroup.make(1)[0], heap="loopback", **buffer_kwargs(make_spec(1)))
+
+
+def test_no_window_is_known_once_an_op_was_captured() -> None:
+    """A replay takes windows that the host does not count."""
+    engine: Any = object.__new__(CudaEngine)
+    windows = SimpleNamespace(next=lambda op: 1, take=lambda op: None)
+    engine._launcher = SimpleNamespace(channel=3, windows=windows)
+    engine._others, engine._windows, engine._captured = (), None, False
+    found = []
+    for capturing in (False, True, False, False):
+        engine._gpu = SimpleNamespace(is_capturing=lambda capturing=capturing: capturing)
+        found.append(engine._next_window())
+        engine._has_announced(Op.DISPATCH)
+    assert found == [2 * 3 + 1, None, None, None]

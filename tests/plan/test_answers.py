@@ -210,6 +210,11 @@ def test_the_busiest_port_and_stragglers_decide(tmp_path: Path) -> None:
     assert len(json.loads((tmp_path / "t.json").read_text())["traceEvents"]) == 12 + 2 * 4
 
 
+def test_a_step_takes_from_the_last_arrival_to_the_last_end() -> None:
+    times = np.zeros((2, 2))
+    assert simulate.Step(np.array([1.0, 5.0]), times, times, np.array([12.0, 9.0])).us == 7.0
+
+
 @pytest.mark.parametrize("groups", [2, 8, 64, 1000])
 def test_the_slowest_of_many_groups_follows_extreme_values(groups: int) -> None:
     drawn = (100 + 5 * np.random.default_rng(1).standard_normal((2000, groups))).max(1).mean()
