@@ -1,4 +1,4 @@
-"""What deep_ep keeps of a caller's tensors, the sizes that it asks for, and ranks to which nothing returns."""
+"""deep_ep copies what it still needs of a caller's tensors, makes buffers of the right size, and returns no rows."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_scales_are_the_smallest_powers_of_two_that_suffice() -> None:
 
 
 def test_a_size_hint_counts_scales_of_fp8_rows() -> None:
-    """On many ranks the rows of dispatch decide it."""
+    """The rows of dispatch decide it if there are many ranks."""
     of_dispatch = sizes.dispatch_bytes(64, 1024, 7168, 7168 // 32, 8)
     assert sizes.elastic_bytes(64, 1024, 7168, 8, True, True) == -(-of_dispatch // sizes.ALIGNMENT) * sizes.ALIGNMENT
     assert of_dispatch == 64 * 1024 * (7168 + 896 + 128)

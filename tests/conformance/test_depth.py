@@ -336,7 +336,7 @@ def test_retry_is_refused() -> None:
 
 @pytest.mark.emulated("has few multiprocessors")
 def test_waits_of_all_ops_under_way_fit_on_a_gpu() -> None:
-    """Each op that may be under way may wait on a stream of its own, beside a launch that sends."""
+    """Each op that may be under way may wait on another stream, while another launch sends."""
     gpu = EmulatedGpu(num_sms=3)
     with pytest.raises(InvalidConfig, match="got 3 waits of virtual ranks, ranks times depth, on a GPU of 3"):
         Buffer(ThreadGroup.make(1, gpu)[0], **buffer_kwargs(make_spec(1, depth=3)))

@@ -1,4 +1,4 @@
-"""What trials of moe-rt chaos complain about, given the reports of ranks that a test makes up."""
+"""Trials of moe-rt chaos complain about reports of ranks, which a test makes up."""
 
 from __future__ import annotations
 

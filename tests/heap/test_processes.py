@@ -93,7 +93,7 @@ def test_two_places_that_the_system_does_not_report_are_not_one(monkeypatch: pyt
 
 
 def test_when_a_process_started() -> None:
-    """What was written before is of an earlier job."""
+    """A record that was written before is of an earlier job."""
     before = time.time()
     with bound_to(*CORES) as pid:
         started = board._started(pid)

@@ -12,8 +12,8 @@ from moe_rt import MoELayer
 from moe_rt.nn.metrics import MetricsSnapshot
 
 LATE_S = 0.5
-# By number of chunks: both ranks send 10 tokens to an expert of rank 0, whose capacity is a quarter of a balanced
-# load's 2 * 10 * 3 / 2. Three chunks hold 2, 5 and 3 of these tokens, and have a bound of 3, 5 and 3.
+# Both ranks send 10 tokens to an expert of rank 0, whose capacity is a quarter of a balanced load's 2 * 10 * 3 / 2.
+# Three chunks hold 2, 5 and 3 of these tokens, and have a bound of 3, 5 and 3. The keys are numbers of chunks.
 LOST = {1: 20 - 8, 3: (4 - 3) + (10 - 4) + (6 - 3)}
 
 __all__ = ["LATE_S", "LOST", "TOPK", "counted", "dropped", "one_rank_is_late"]

@@ -48,7 +48,7 @@ class Stacked(nn.Module):
 
 
 class Grouped(Stacked):
-    """The same, as one op that compilers keep."""
+    """One tensor, multiplied by an op that compilers keep."""
 
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:
         return grouped_linear(x, self.weight, offs, transposed=True)

@@ -256,7 +256,7 @@ def test_similar_systems_lend_what_few_measurements_leave_open() -> None:
 
 @pytest.mark.parametrize("scale", [0.5, 2.0])
 def test_residuals_of_one_gpu_do_not_correct_another(scale: float) -> None:
-    """With links of another rate only the formula counts."""
+    """Only the formula counts for links of another rate."""
     (one,) = calibrate([parse(line) for line in measured("normal", noise=0.2)], date="x")
     x = Points.of(parse(line).shape for line in lines("normal"))
     values = one.parameters | {"B_link": one.parameters["B_link"] * scale}

@@ -1,4 +1,4 @@
-"""Which recorded layer and which tokens a replay takes, and what is left of a file that could not be written."""
+"""A replay takes recorded layers by name or number and tokens by rank; a file that fails leaves nothing."""
 
 from __future__ import annotations
 
