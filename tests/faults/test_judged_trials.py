@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moe_rt.lab.chaos import trials
+from moe_rt.lab.chaos import node_trials, trials
 
 GOOD: dict[str, Any] = {
     "raised": "nothing", "then": "nothing", "made": True, "steps": 2, "descriptors": 0, "threads": 0, "segments": 0,
@@ -100,3 +100,25 @@ def test_a_scarce_resource(name: str) -> None:
     assert found.milliseconds == pytest.approx([500.0] * 3)
     assert len(found.complaints) == len(complaints), found.complaints
     assert all(text.startswith(start) for text, start in zip(found.complaints, complaints, strict=True)), found
+
+
+@pytest.mark.parametrize(
+    ("action", "expected"),
+    [
+        ("slow", [("limit", 1, "5mbit"), ("unlimit", 1)]),
+        ("lossy", [("limit", 1, "5mbit", node_trials.SHORT_QUEUE), ("unlimit", 1)]),
+        ("blink", [("cut", 1), ("mend", 1)]),
+        ("flap", [("cut", 1), ("mend", 1)]),
+    ],
+)
+def test_a_link_fault_ends_what_it_began(action: str, expected: list[tuple[Any, ...]]) -> None:
+    """A lossy link has a short queue, which drops packets; a slow one does not."""
+    done: list[tuple[Any, ...]] = []
+    names = ("limit", "unlimit", "cut", "mend")
+    calls = {name: lambda *given, name=name: done.append((name, *given)) for name in names}
+    pool: Any = SimpleNamespace(cluster=SimpleNamespace(**calls))
+    moment: Any = None
+    fault = node_trials.LinkFault(action, 1, moment, 0.1, "5mbit")
+    fault._begin(pool)
+    fault._end(pool)
+    assert done == expected
