@@ -102,3 +102,10 @@ def test_options_that_change_between_two_calls_take_effect(name: str) -> None:
 def test_equal_values_of_other_types_agree(name: str, one: Any, other: Any) -> None:
     """Ranks compare the text of their values."""
     assert make_spec(2, **{name: one}).hash() == make_spec(2, **{name: other}).hash()
+
+
+def test_options_are_hashable_arguments() -> None:
+    """Buffers that are shared have a key of their options, and a placement may be any sequence."""
+    arguments = BufferOptions(placement=[1, 0]).arguments()
+    assert arguments["placement"] == (1, 0)
+    hash(tuple(arguments.values()))
