@@ -325,23 +325,23 @@ class CudaEngine(Engine):
 
 
 def blocks_of_a_wait(
-    num_ranks: int, gpu: Gpu, num_sms: int | None, *, shared: bool, sending_part: int = Tuning.sending_part
+    num_waits: int, gpu: Gpu, num_sms: int | None, *, shared: bool, sending_part: int = Tuning.sending_part
 ) -> int:
     """Return how many blocks of one rank may wait simultaneously: `num_sms`, or all that fit on the GPU.
 
-    Virtual ranks share a GPU: all their waits must be resident together with a launch that sends, for which one
-    multiprocessor in `sending_part` stays free.
+    Virtual ranks share a GPU: all their waits, `num_waits`, must be resident together with a launch that sends, for
+    which one multiprocessor in `sending_part` stays free.
 
     Raises:
         InvalidConfig: they do not fit.
     """
     share = gpu.num_sms
-    if shared and num_ranks > 1:
-        share = (gpu.num_sms - max(1, gpu.num_sms // sending_part)) // num_ranks
+    if shared and num_waits > 1:
+        share = (gpu.num_sms - max(1, gpu.num_sms // sending_part)) // num_waits
     if share < 1:
         raise InvalidConfig(
-            f"group: got {num_ranks} virtual ranks on a GPU of {gpu.num_sms} multiprocessors, expected fewer: the "
-            "launches that wait must all be resident together"
+            f"group: got {num_waits} waits of virtual ranks, ranks times depth, on a GPU of {gpu.num_sms} "
+            "multiprocessors, expected fewer: the launches that wait must all be resident together"
         )
     if num_sms is None:
         return share

@@ -276,7 +276,7 @@ def _shares(source: Routes, rank: int, num_ranks: int, tokens: Sequence[Tensor] 
     for number, count in enumerate(counts):
         expected = f"a multiple of {num_ranks} ranks, or tokens="
         expect(count % num_ranks == 0, f"routes: tokens of micro-batch {number}", count, expected)
-    return [batch.chunk(num_ranks)[rank] if len(batch) else batch for batch in batches]
+    return [batch.chunk(num_ranks)[rank] for batch in batches]
 
 
 def _checksum(source: Routes) -> int:

@@ -187,3 +187,24 @@ def test_the_barrier_waits_for_every_rank_every_time() -> None:
         barrier.wait()
         assert arrivals == [0, 2, 3] * time
         assert words[1 * 8] == time
+
+
+@pytest.mark.parametrize("cold", [False, True])
+def test_caches_are_filled_before_the_barrier_if_asked(cold: bool) -> None:
+    noted: list[str] = []
+    processor = SimpleNamespace(cool=lambda: noted.append("cool"), finish=lambda: noted.append("finish"))
+    barrier = SimpleNamespace(wait=lambda: noted.append("wait"))
+    none: Any = None
+    World(0, 2, none, none, barrier, processor, mpi=False).meet(cold)  # type: ignore[arg-type]
+    assert noted == [*["cool"] * cold, "finish", "wait"]
+
+
+def test_inputs_go_on_from_turn_to_turn_and_chains_go_back() -> None:
+    """A chain ends on the input next to the last isolated one."""
+    inputs: list[int] = []
+    measure(world_of(), [Step(inputs.append, lambda i, output: None)], 7, 0, False, nothing)
+    first, turns = 0, []
+    for share in (1, 1, 2, 1, 2):
+        turns += [first, *range(first + 1, first + share + 1), *range(first + 2 * share, first + share, -1)]
+        first += 2 * share
+    assert inputs == turns

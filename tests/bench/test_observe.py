@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from moe_rt.lab.bench import rank
 from moe_rt.lab.bench.contestants.base import Step
 from moe_rt.lab.bench.inputs import Inputs
 from moe_rt.lab.bench.observe import line_latency_ns, observe_layer, observe_pair
@@ -198,3 +199,17 @@ def test_the_share_of_a_layer(machine: Machine) -> None:
     buffer: Any = machine
     seen = observe_layer(world, buffer, [Step(run, lambda i, output: None, "forward")], cold=False)
     assert seen == {"share": {"forward": pytest.approx({"in_ops": 64.67 * 0.75, "of_it_waiting": 18.22 * 0.75})}}
+
+
+@pytest.mark.parametrize(
+    ("op", "on_gpu", "expected"), [("pair", False, ["pair", "inputs"]), ("layer", False, ["layer", "steps"]),
+                                   ("pair", True, []), ("layer", True, [])],
+)  # fmt: skip
+def test_what_is_observed(monkeypatch: pytest.MonkeyPatch, op: str, on_gpu: bool, expected: list[str]) -> None:
+    """The host does not observe a GPU's ops."""
+    for name in ("pair", "layer"):
+        observe = lambda world, buffer, given, cold, name=name: {"called": [name, given]}  # noqa: E731
+        monkeypatch.setattr(rank, f"observe_{name}", observe)
+    contestant: Any = SimpleNamespace(case=SimpleNamespace(op=op, on_gpu=on_gpu), buffer=None)
+    given: Any = (None, SimpleNamespace(cold=False), contestant, "steps", "inputs")
+    assert rank._observe(*given).get("called", []) == expected

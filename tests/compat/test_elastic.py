@@ -290,19 +290,21 @@ def test_wrong_operands_of_dispatch(case: str, later: bool) -> None:
     assert f"rank {WRONG}" in str(errors[0])
 
 
-@pytest.mark.parametrize("what", ["x", "handle", "topk_weights", "bias"])
+@pytest.mark.parametrize("what", ["x", "handle", "topk_weights", "bias", "one of two biases"])
 def test_wrong_operands_of_combine(what: str) -> None:
     given: list[str] = []
+    name = "bias" if "bias" in what else what
 
     def work(buffer: deep_ep.ElasticBuffer, rank: int) -> None:
         recv_x, _, weights, handle, _ = dispatch(buffer, PAIR, rank)
         wrong = {"x": recv_x.float(), "handle": tuple(recv_x), "topk_weights": weights[1:], "bias": recv_x[:1]}
         arguments = {"x": recv_x, "handle": handle, "topk_weights": weights, "bias": PAIR.x[rank]}
-        given.extend([spelled(wrong[what])] if rank == WRONG else ())
-        buffer.combine(**(arguments | ({what: wrong[what]} if rank == WRONG else {})))
+        given.extend([spelled(wrong[name])] if rank == WRONG else ())
+        changed = (PAIR.x[rank], wrong["bias"]) if name != what else wrong[name]
+        buffer.combine(**(arguments | ({name: changed} if rank == WRONG else {})))
 
     errors = raised(work)
-    assert re.search(rf"{what}: got .*{re.escape(given[0])}, expected", str(errors[WRONG]))
+    assert re.search(rf"{name}: got .*{re.escape(given[0])}, expected", str(errors[WRONG]))
     assert f"rank {WRONG}" in str(errors[0])
 
 

@@ -311,7 +311,7 @@ def test_operands_of_low_latency_combine_on_another_device(what: str) -> None:
     assert_named(raised(work), f"{what}: got")
 
 
-@pytest.mark.parametrize("what", ["topk_idx", "topk_weights", "x", "zero_copy"])
+@pytest.mark.parametrize("what", ["topk_idx", "topk_weights", "x", "zero_copy", "out"])
 def test_wrong_operands_of_low_latency_combine(what: str) -> None:
     def work(buffer: deep_ep.Buffer, rank: int) -> None:
         recv_x, _, handle, _, _ = low(buffer, rank)
@@ -323,6 +323,7 @@ def test_wrong_operands_of_low_latency_combine(what: str) -> None:
             "topk_weights": JOB.topk_weights[rank].double(),
             "x": recv_x[:, 1:],
             "zero_copy": True,
+            "out": torch.empty(JOB.x[rank].numel() + 1, dtype=torch.bfloat16)[1:].view(JOB.x[rank].shape),  # 2 bytes on
         }
         buffer.low_latency_combine(**(arguments | ({what: changes[what]} if rank == WRONG else {})))
 
@@ -405,8 +406,9 @@ def test_destroy_closes_every_buffer_that_was_made() -> None:
         buffer = deep_ep.Buffer(group, BYTES, BYTES, True, explicitly_destroy=True, timeout_s=60)
         for tokens in (20, 200):
             dispatch(buffer, make_job(2, [tokens, tokens], 128, 3, 4), group.rank)
+        low(buffer, group.rank)
         made = [inner for exchange in buffer._exchanges for inner in exchange.buffers]
-        assert len(made) == 2
+        assert len(made) == 3
         buffer.destroy()
         for inner in made:
             with pytest.raises(GroupClosed):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import CPU_HEAPS, HEAPS
+from support.emulated_gpu import EmulatedGpu
 from support.ranks import Ranks
 from support.rounds import one_round, outcome
 from support.routing import buffer_kwargs, make_inputs, make_spec
@@ -333,6 +334,14 @@ def test_retry_is_refused() -> None:
         one_rank(depth=2, overflow="retry", capacity_factor=1.0)
 
 
+@pytest.mark.emulated("has few multiprocessors")
+def test_waits_of_all_ops_under_way_fit_on_a_gpu() -> None:
+    """Each op that may be under way may wait on another stream, while another launch sends."""
+    gpu = EmulatedGpu(num_sms=3)
+    with pytest.raises(InvalidConfig, match="got 3 waits of virtual ranks, ranks times depth, on a GPU of 3"):
+        Buffer(ThreadGroup.make(1, gpu)[0], **buffer_kwargs(make_spec(1, depth=3)))
+
+
 def different_depths(group: Any) -> str:
     try:
         Case(group, depth=1 + rank_of(group))
@@ -379,3 +388,14 @@ def test_gradients(compiled: bool) -> None:
         torch.testing.assert_close(found[1], found[0])
         if not compiled:
             assert torch.autograd.gradcheck(lambda x, w: two_batches(buffer, x, idx, w), (x, weights))
+
+
+def test_ops_that_others_have_ended_are_forgotten() -> None:
+    """No more of them are kept than may be under way, with their tensors."""
+    with one_rank(depth=2) as buffer:
+        x, weights = torch.ones(4, 8, dtype=torch.float64), torch.ones(4, 2, dtype=torch.float64)
+        idx = torch.tensor([[0, 1]] * 4)
+        for _ in range(5):
+            buffer.dispatch(x, idx, weights, wait=False)
+            buffer.dispatch(x, idx, weights)
+        assert len(buffer._engine._begun) == 2

@@ -5,9 +5,11 @@ MOE_RT_TEST_HALVES=1 runs any other test with halves.
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +21,7 @@ from support.ranks import Ranks
 from support.rounds import CPU, one_round, outcome
 from support.routing import buffer_kwargs, make_inputs, make_spec
 
-from moe_rt import Buffer
+from moe_rt import Buffer, ThreadGroup
 from moe_rt.buffer.pending import Pending
 from moe_rt.config.spec import BufferSpec
 from moe_rt.errors import GroupClosed, InvalidInput, InvalidRouting
@@ -201,3 +203,30 @@ def retried(group: Any) -> int:
 
 def test_retry(make_ranks: MakeRanks) -> None:
     make_ranks("shm", 2).run(retried)
+
+
+def test_an_op_that_was_never_waited_for_keeps_no_engine() -> None:
+    """Autograd's nodes of an op's inputs refer to the engine, so an op under way refers to no such node."""
+    spec = make_spec(1)
+    inputs = make_inputs(spec, [7], 1, "topk")
+    buffer = Buffer(ThreadGroup.make(1)[0], **buffer_kwargs(spec))
+    received = buffer.dispatch(inputs.xs[0].requires_grad_(), inputs.topk_idx[0], inputs.topk_weights[0])
+    buffer.combine(*received, wait=False)
+    engine = weakref.ref(buffer._engine)
+    del buffer, received
+    gc.collect()
+    assert engine() is None
+
+
+def test_rows_in_a_token_window_are_sent_again() -> None:
+    """A dispatch that overflowed is repeated after another op has begun, whose window is not theirs."""
+    spec = make_spec(1, capacity_factor=0.2, overflow="retry", hidden=16)
+    inputs = make_inputs(spec, [7], 1, "topk")
+    with Buffer(ThreadGroup.make(1)[0], **buffer_kwargs(spec)) as buffer:
+        window = buffer.token_window(7)
+        window.copy_(inputs.xs[0])
+        recv_x, _, handle = buffer.dispatch(window, inputs.topk_idx[0], inputs.topk_weights[0], wait=False).wait()
+        received = int(handle.offs[-1])
+        assert spec.capacity(0) < received <= buffer.capacity
+        expected, *_ = buffer.dispatch(inputs.xs[0], inputs.topk_idx[0], inputs.topk_weights[0])
+        torch.testing.assert_close(recv_x[:received], expected[:received], rtol=0, atol=0)

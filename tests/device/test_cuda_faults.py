@@ -312,7 +312,9 @@ def test_shared_stream() -> None:
 def test_too_many_virtual_ranks() -> None:
     errors = ThreadRanks(5, EmulatedGpu(num_sms=4)).outcomes(lambda group: Buffer(group, **buffer_kwargs(make_spec(5))))
     assert kinds(errors) == {InvalidConfig}
-    assert all("got 5 virtual ranks on a GPU of 4 multiprocessors" in str(e) for e in errors)
+    assert all(
+        "got 5 waits of virtual ranks, ranks times depth, on a GPU of 4 multiprocessors" in str(e) for e in errors
+    )
 
 
 @pytest.mark.parametrize("num_sms", [0, 25])

@@ -93,10 +93,11 @@ def test_a_launch_that_failed_ends_the_group() -> None:
 
 
 def stub(refuses: bool = False) -> tuple[Any, list[Any]]:
-    """Return an engine whose launches are only noted, with other calls, in a list."""
+    """Return an engine of two channels whose launches are only noted, with other calls, in a list."""
     noted: list[Any] = []
     engine: Any = object.__new__(CudaEngine)
-    memory = {name: torch.zeros(1) for name in ("table", "record", "segment", "network")}
+    of_channels = [(f"table {channel}", f"record {channel}") for channel in range(2)]
+    memory = {name: torch.zeros(1) for name in (*of_channels[0], *of_channels[1], "segment", "network")}
     names = {t.data_ptr(): name for name, t in memory.items()}
 
     def launch(launches: Any, stream: int) -> None:
@@ -104,15 +105,18 @@ def stub(refuses: bool = False) -> tuple[Any, list[Any]]:
             raise RuntimeError("the driver is gone")
         noted.append(launches[0][0])
 
-    engine._launcher = SimpleNamespace(
-        set_call=lambda args, tag: None, launch=launch, reported=lambda: None,
-        memory=[memory["table"]], record=memory["record"],
+    engine._launcher, *others = (
+        SimpleNamespace(
+            set_call=lambda args, tag: None, launch=launch, reported=lambda: None,
+            memory=[memory[table]], record=memory[record],
+        )
+        for table, record in of_channels
     )  # fmt: skip
     engine._gpu = SimpleNamespace(stream=lambda: 3, outlive_stream=lambda t: noted.append(names[t.data_ptr()]))
     engine._segments = Segments([1], [], [memory["segment"]], on_release=lambda: noted.append("released"))
     engine._network = Segments([1], [], [memory["network"]], on_release=lambda: noted.append("released"))
-    engine._others, engine._lock, engine._pid, engine.rank = (), threading.Lock(), os.getpid(), 1
-    engine._ended, engine._closed = None, False
+    engine._others, engine._lock, engine._pid, engine.rank = others, threading.Lock(), os.getpid(), 1
+    engine._ended, engine._closed, engine.timeout_s = None, False, 1.0
     return engine, noted
 
 
@@ -128,9 +132,10 @@ def test_a_close_tells_peers_first_and_keeps_what_queued_kernels_use(codes: list
     engine, noted = stub()
     for _ in range(2):
         engine.close()
-        assert noted == ["leave", "table", "record", "segment", "network", "released", "released"]
+        kept = ["table 0", "record 0", "table 1", "record 1", "segment", "network"]
+        assert noted == ["leave", "leave", *kept, "released", "released"]
     engine.poison(ValueError("late"))
-    assert codes == [0], "a closed buffer ends no group"
+    assert codes == [0, 0], "a closed buffer ends no group"
     with pytest.raises(GroupClosed, match="was closed on this rank"):
         engine.health()
 
@@ -162,24 +167,36 @@ def test_the_first_cause_ends_the_group(codes: list[int], error: MoeRtError, cod
     with pytest.raises(type(error)) as raised:
         engine._refuse(Op.DISPATCH, 0, error, 0, 0)
     assert raised.value is error
-    assert codes == [code]
+    sent = [code] if refuses else [code, code]
+    assert codes == sent
     cause = ValueError("later")
     engine.poison(cause)
-    assert codes == [code], "peers get it once"
+    assert codes == sent, "peers get it once in each channel"
     with pytest.raises(GroupPoisoned, match=str(error.args[0])) as ended:
         engine.health()
     assert (ended.value.rank, ended.value.__cause__) == (1, error)
     with pytest.raises(GroupPoisoned):  # of this rank, not that it refuses once more
         engine._refuse(Op.DISPATCH, 0, InvalidInput("another"), 0, 0)
-    assert noted == [] if refuses else noted == ["abort_group"]
+    assert noted == ([] if refuses else ["abort_group"] * 2)
 
 
 def test_an_abort_tells_its_reason(codes: list[int]) -> None:
     engine, _ = stub()
     reason = ValueError("bad batch")
     engine.poison(reason)
-    assert codes == [Code.POISONED]
+    assert codes == [Code.POISONED] * 2
     assert engine._ended.__cause__ is reason
+
+
+@pytest.mark.parametrize("channel", [0, 1])
+def test_a_failure_in_any_channel_is_raised(monkeypatch: pytest.MonkeyPatch, channel: int) -> None:
+    engine, _ = stub()
+    engine.health()
+    launchers = [engine._launcher, *engine._others]
+    launchers[channel].reported = lambda: "a failure"
+    monkeypatch.setattr(cuda, "error_from_status", lambda status, *_: InvalidInput(status))
+    with pytest.raises(InvalidInput, match="a failure"):
+        engine.health()
 
 
 # The rest of torch's message depends on its build.
@@ -193,3 +210,17 @@ def test_no_gpu_here() -> None:
         Buffer(ThreadGroup.make(1, "cuda")[0], **buffer_kwargs(make_spec(1)))
     with pytest.raises(InvalidConfig, match=NO_GPU):
         Buffer(ThreadGroup.make(1)[0], heap="loopback", **buffer_kwargs(make_spec(1)))
+
+
+def test_no_window_is_known_once_an_op_was_captured() -> None:
+    """A replay takes windows that the host does not count."""
+    engine: Any = object.__new__(CudaEngine)
+    windows = SimpleNamespace(next=lambda op: 1, take=lambda op: None)
+    engine._launcher = SimpleNamespace(channel=3, windows=windows)
+    engine._others, engine._windows, engine._captured = (), None, False
+    found = []
+    for capturing in (False, True, False, False):
+        engine._gpu = SimpleNamespace(is_capturing=lambda capturing=capturing: capturing)
+        found.append(engine._next_window())
+        engine._has_announced(Op.DISPATCH)
+    assert found == [2 * 3 + 1, None, None, None]

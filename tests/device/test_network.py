@@ -14,7 +14,8 @@ from support.ranks import ThreadRanks
 from support.rounds import CPU, chain, full_round
 from support.routing import buffer_kwargs, make_inputs, make_spec
 
-from moe_rt import Buffer
+from moe_rt import Buffer, ThreadGroup
+from moe_rt.engine import backend
 from moe_rt.errors import InvalidConfig, MoeRtError
 from moe_rt.group.rendezvous import Rendezvous
 from moe_rt.lab.testing.rounds import check_bits, expect, padded
@@ -167,3 +168,17 @@ def test_memory_of_the_network_outlives_the_last_launch(gpu: EmulatedGpu, monkey
 
     for expected in ThreadRanks(2, gpu).run(case):
         assert expected <= set(kept)
+
+
+def test_memory_for_the_network_has_one_size_on_all_ranks(monkeypatch: pytest.MonkeyPatch, gpu: EmulatedGpu) -> None:
+    """Symmetric memory is for the rank with the most blocks, though each rank chooses its own number."""
+    sizes: list[int] = []
+    real = backend.network_bytes
+    monkeypatch.setattr(backend, "network_bytes", lambda spec, most: sizes.append(most) or real(spec, most))
+    spec = make_spec(2)
+
+    def case(group: ThreadGroup) -> None:
+        Buffer(group, num_sms=1 + group.rank, **buffer_kwargs(spec)).close()
+
+    ThreadRanks(2, gpu).run(case)
+    assert sizes == [2, 2]

@@ -18,6 +18,7 @@ from support.rounds import full_round
 from support.routing import buffer_kwargs, make_inputs, make_spec
 
 from moe_rt import Buffer, MoEConfig, ThreadGroup, Tuning
+from moe_rt.config import spec as spec_module
 from moe_rt.engine.gpu.launcher import network_bytes
 from moe_rt.errors import ConfigMismatch, InvalidConfig
 
@@ -212,3 +213,13 @@ def test_no_other_file_states_a_constant_that_decides_speed() -> None:
     new = found - facts
     assert not new, f"{sorted(new)}: got new numbers; if speed decides one, state it in a tuning file, else in FACTS"
     assert found >= facts, f"{sorted(facts - found)}: listed in FACTS, but gone"
+
+
+@pytest.mark.parametrize(("num_ranks", "rows"), [(2, 64), (16, 64), (32, 32), (2048, 0)])
+def test_windows_for_pushed_rows_hold_those_of_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, num_ranks: int, rows: int
+) -> None:
+    sizes = dict(num_max_tokens_per_rank=100, hidden=8192, num_topk=1, num_experts=num_ranks, dtype=torch.bfloat16)
+    spec = make_spec(num_ranks, **sizes)
+    monkeypatch.setattr(spec_module._engine, "Shape", lambda **given: given)
+    assert spec.gpu_shape()["num_pushed_rows"] == rows  # type: ignore[index]

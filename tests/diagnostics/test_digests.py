@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 from diagnostics import cases_digests as cases
 from routes.cases_routes import Mixed, batch
 from support.ranks import Ranks
+from torch.utils.checkpoint import checkpoint
 
 from moe_rt import diagnostics
 from moe_rt.cli import main
@@ -153,3 +154,28 @@ def test_compiled_layers_are_refused(tmp_path: Path) -> None:
         with pytest.raises(InvalidConfig, match="watched already"), diagnostics.digest(layer, tmp_path / "two"):
             pass
     layer.buffer.close()
+
+
+def test_steps_after_the_block_are_not_watched(tmp_path: Path) -> None:
+    model = Mixed(None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with diagnostics.digest(model, tmp_path) as digest:
+        optimizer.step()
+    lines = (tmp_path / "rank-00000.jsonl").read_text()
+    optimizer.step()
+    assert not digest._pending
+    assert (tmp_path / "rank-00000.jsonl").read_text() == lines
+    model.close()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_recomputation_is_not_a_second_forward(tmp_path: Path, use_reentrant: bool) -> None:
+    model, x = Mixed(None), batch(0).requires_grad_()
+    with diagnostics.digest(model, tmp_path / "plain"):
+        model(x)[0].sum().backward()
+    with diagnostics.digest(model, tmp_path / "recomputed"):
+        checkpoint(model, x, use_reentrant=use_reentrant)[0].sum().backward()
+    assert compare(tmp_path / "plain", tmp_path / "recomputed").output.startswith("equal: ")
+    plain, recomputed = ((tmp_path / n / "rank-00000.jsonl").read_text() for n in ("plain", "recomputed"))
+    assert sorted(plain.splitlines()) == sorted(recomputed.splitlines())
+    model.close()

@@ -99,8 +99,12 @@ def test_buffers_in_crossed_order(make_ranks: MakeRanks, heap: str) -> None:
 
 def test_a_buffer_of_some_ranks_that_the_waiting_rank_has_no_part_in(make_ranks: MakeRanks) -> None:
     """Ranks are named as they are counted there, and rank 0 is not taken for one that rank 1 waits for."""
-    first = make_ranks("shm", SIZE).run(cases.crossed_with_some)[0].splitlines()[0]
+    first, _, told = (text.splitlines()[0] for text in make_ranks("shm", SIZE).run(cases.crossed_with_some))
     assert first.startswith("PeerTimeout:"), first
+    said = (
+        "rank 0 failed first: PeerTimeout, concerning rank 1; rank 1 waits in dispatch #1 of another buffer of 2 ranks"
+    )
+    assert f"{said}, for this rank" in told
     assert "rank 1 waits in dispatch #1 of another buffer of 2 ranks, for rank 1 there" in first
 
 

@@ -6,21 +6,22 @@ import itertools
 import json
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import CPU_HEAPS
 from diagnostics import cases_diagnostics as cases
-from faults.cases_faults import open_buffer
+from faults.cases_faults import good_round, open_buffer
 from support.cpp_programs import compile_program
 from support.emulated_gpu import EmulatedGpu
-from support.ranks import ProcessRanks, Ranks
+from support.ranks import ProcessRanks, Ranks, meet
 
 from moe_rt import ThreadGroup
 from moe_rt.diagnostics.collect import stragglers
-from moe_rt.diagnostics.report import REPORT_DIR
-from moe_rt.errors import GroupClosed, InvalidConfig, InvalidRouting, PeerTimeout
+from moe_rt.diagnostics.report import REPORT_DIR, keep
+from moe_rt.errors import GroupClosed, InvalidConfig, InvalidInput, InvalidRouting, PeerTimeout
 
 MakeRanks = Callable[[str, int], Ranks]
 FAULTY_RANK, SIZE = 1, 3
@@ -148,6 +149,37 @@ def test_report_goes_to_a_file(make_ranks: MakeRanks, tmp_path: Path, monkeypatc
     document = json.loads(path.read_text())
     assert document == {**json.loads(report.to_json()), "path": ""}
     assert str(report).endswith(f"\nthe whole report: {path}")
+    later = keep(replace(report, time_ns=report.time_ns + 1), 0)
+    assert Path(later.path) != path
+    assert json.loads(Path(later.path).read_text())["time_ns"] == report.time_ns + 1
+
+
+def fails_twice(group: ThreadGroup) -> list[str]:
+    """Rank 0 waits for rank 1 until the timeout, and then calls again. Return the files that its errors name."""
+    buffer, paths = open_buffer(group, timeout_s=0.2), []
+    for _ in range(2 * (group.rank == 0)):
+        with pytest.raises(PeerTimeout) as raised:
+            good_round(buffer)
+        assert raised.value.report is not None
+        paths.append(raised.value.report.path)
+    meet(group)
+    return paths
+
+
+def test_later_errors_name_the_first_report(
+    make_ranks: MakeRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(REPORT_DIR, str(tmp_path))
+    paths, _ = make_ranks("threads", 2).run(fails_twice)
+    assert paths == [str(path) for path in tmp_path.iterdir()] * 2
+
+
+def test_a_refusal_in_place_of_a_dispatch_has_the_tag_of_its_layer() -> None:
+    with open_buffer(ThreadGroup.make(1)[0]) as buffer:
+        with pytest.raises(InvalidInput, match="wrong"):
+            buffer.refuse(InvalidInput("wrong"), tag=7)
+        (op,) = buffer.report().ranks[0].last_ops
+        assert (op.op, op.tag, op.status) == ("dispatch", 7, "invalid_input")
 
 
 def test_missing_directory_is_a_warning(make_ranks: MakeRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

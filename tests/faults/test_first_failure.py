@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from support.routing import buffer_kwargs, make_spec
 
 from moe_rt import Buffer, ThreadGroup, _engine
 from moe_rt.diagnostics.report import readable
+from moe_rt.engine import backend
 from moe_rt.errors import Code, GroupPoisoned, MoeRtError
 
 MakeRanks = Callable[[str, int], Ranks]
@@ -172,6 +174,35 @@ def test_who_passes_a_failure_on_is_not_taken_for_the_first() -> None:
     assert raised.value.peer == FAULTY_RANK
     for buffer in made:
         buffer.close()
+
+
+@pytest.mark.parametrize(
+    ("ended", "at_a_prompt", "error", "expected"),
+    [
+        (True, False, ValueError("bad batch"), ["poison", "close: its program ended", "await peers"]),
+        (True, True, ValueError("shown before"), ["close: its program ended", "await peers"]),
+        (True, False, None, ["close: its program ended", "await peers"]),
+        (False, False, ValueError("caught before"), ["close: its buffer became garbage"]),
+    ],
+)
+def test_a_buffer_that_is_open_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, ended: bool, at_a_prompt: bool, error: Exception | None, expected: list[str]
+) -> None:
+    """An exception that ends the program ends the group; one that a prompt has shown, or a garbage buffer, does not."""
+    noted: list[str] = []
+    engine: Any = SimpleNamespace(
+        poison=lambda cause: noted.append("poison") if cause is error else None,
+        close=lambda why: noted.append(f"close: {why}"),
+    )
+    main = SimpleNamespace(is_alive=lambda: not ended)
+    threads = SimpleNamespace(current_thread=lambda: main, main_thread=lambda: main)
+    monkeypatch.setattr(backend, "threading", threads)
+    monkeypatch.setattr(backend, "await_peers", lambda: noted.append("await peers"))
+    monkeypatch.setattr(sys, "last_value", error, raising=False)
+    if at_a_prompt:
+        monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    backend.leave(engine)
+    assert noted == expected
 
 
 def test_an_abort_blames_nobody() -> None:

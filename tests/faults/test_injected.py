@@ -107,8 +107,9 @@ def test_a_spec_is_refused_together(make_ranks: MakeRanks, monkeypatch: pytest.M
 
 def test_cuda_ranks_refuse_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOE_RT_FAULT", "rank=0,at=mid_read,do=raise")
-    with pytest.raises(InvalidConfig, match="expected none on CUDA ranks"):
-        planned(0, SIZE, on_cpu=False)
+    for rank in range(SIZE):
+        with pytest.raises(InvalidConfig, match="expected none on CUDA ranks"):
+            planned(rank, SIZE, on_cpu=False)
 
 
 def test_a_wait_warns_once_at_a_tenth_of_its_timeout(make_ranks: MakeRanks, capfd: pytest.CaptureFixture[str]) -> None:

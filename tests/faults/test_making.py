@@ -172,8 +172,9 @@ def test_threads_that_cross(make_ranks: MakeRanks) -> None:
 @pytest.mark.parametrize("heap", CPU_HEAPS)
 @pytest.mark.parametrize("seconds", [float("inf"), 1e300, 10**400])
 def test_never_give_up(make_ranks: MakeRanks, heap: str, seconds: float) -> None:
-    outcomes = make_ranks(heap, SIZE).run(cases.same_argument, "init_timeout_s", seconds)
-    assert [text for text, _ in outcomes] == ["no error"] * SIZE
+    for name in ("init_timeout_s", "timeout_s"):
+        outcomes = make_ranks(heap, SIZE).run(cases.same_argument, name, seconds)
+        assert [text for text, _ in outcomes] == ["no error"] * SIZE
 
 
 @pytest.mark.parametrize("by_mesh", [False, True])

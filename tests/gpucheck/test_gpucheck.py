@@ -20,7 +20,7 @@ from moe_rt.cli import main
 from moe_rt.engine.gpu import driver as gpu
 from moe_rt.engine.gpu.driver import Gpu
 from moe_rt.errors import InvalidConfig
-from moe_rt.lab.check import child, compiling, network, run, serving
+from moe_rt.lab.check import child, cli, compiling, network, run, serving
 from moe_rt.lab.check.compiling import Variant
 from moe_rt.lab.check.kernel_code import find_disassembler, find_problems, read_orders
 from moe_rt.lab.check.steps import STEPS, Check, Skipped, Step, Table, perform
@@ -384,3 +384,8 @@ def test_network_step_without_mps(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_serving_step_without_vllm() -> None:
     with pytest.raises(Skipped, match="vllm is not installed"):
         serving.check(Check("cuda:0"))
+
+
+def test_progress_is_no_part_of_the_output(capsys: pytest.CaptureFixture[str]) -> None:
+    cli._run("cuda", True, 1, False, None, None, None, lambda records: None).announce("smoke: the smallest rounds")
+    assert capsys.readouterr() == ("", "smoke: the smallest rounds\n")

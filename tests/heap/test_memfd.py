@@ -128,3 +128,14 @@ def test_a_refused_segment_leaves_nothing_on_any_rank(monkeypatch: pytest.Monkey
     assert len(os.listdir("/proc/self/fd")) == before
     assert [type(error) for error in errors] == [SegmentPermission] * 3
     assert [segments.mappings for segments in made] == [[]] * 3, "errors that are kept keep no memory"
+
+
+def test_pages_are_reserved_by_kernels_that_cannot_fault_them_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lack of memory is an error here, and no signal at the first access."""
+    monkeypatch.setattr(shm, "_MADV_POPULATE_WRITE", 10**4)  # which no kernel has
+    opened: list[int] = []
+    try:
+        shm._create(1 << 20, opened)
+        assert os.fstat(opened[0]).st_blocks * 512 >= 1 << 20
+    finally:
+        os.close(opened[0])

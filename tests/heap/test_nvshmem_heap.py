@@ -90,6 +90,16 @@ def test_a_world_made_outside_of_python_is_refused() -> None:
     assert not job.cluster.of("buffer")
 
 
+def test_a_world_that_others_make_after_a_shutdown_is_left_alone() -> None:
+    job = Job(2)
+    release(job.allocate(100))
+    assert job.shutdown() == [True, True]
+    job.cluster.initialise([0, 1])
+    release(job.allocate(100))
+    assert job.shutdown() == [True, True]
+    assert len(job.cluster.of("finalize")) == 2, "only the first world"
+
+
 def test_a_world_finalized_by_others_is_noticed() -> None:
     job = Job(1)
     job.allocate(100)

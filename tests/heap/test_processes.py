@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from moe_rt import Buffer, _engine
-from moe_rt.group import processes
+from moe_rt.group import board, processes
 from moe_rt.group.processes import num_cores
 from moe_rt.group.rendezvous import ThreadGroup
 
@@ -89,3 +90,14 @@ def test_two_places_that_the_system_does_not_report_are_not_one(monkeypatch: pyt
     one, other = processes.place(), processes.place()
     assert one["where"] != other["where"]
     assert all(each["where"].startswith(processes.UNKNOWN) for each in (one, other))
+
+
+def test_when_a_process_started() -> None:
+    """A record that was written before is of an earlier job."""
+    before = time.time()
+    with bound_to(*CORES) as pid:
+        started = board._started(pid)
+        assert before - 0.5 < started < time.time() + 0.5  # the system counts in hundredths of a second
+    assert board.is_of_now({"since": time.time()})
+    assert not board.is_of_now({"since": board._started(os.getpid()) - 1})
+    assert board._started(-1) == 0.0

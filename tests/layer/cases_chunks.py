@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from moe_rt import MoELayer
 from moe_rt.engine.cpu import CpuEngine
@@ -87,6 +89,8 @@ def gradients(group: Any, kind: str, num_chunks: int) -> tuple[Tensor, Grads, li
         layer.experts = LowRank(layer.experts)  # type: ignore[assignment]
     elif kind == "other experts":
         layer.experts = Twice(layer.experts)  # type: ignore[assignment]
+    elif kind == "checkpoint of experts":
+        layer.experts.forward = partial(checkpoint, layer.experts.forward, use_reentrant=False)  # type: ignore
     elif kind == "hooks":
         layer.experts.register_forward_hook(lambda _, __, y: y * 2)
         layer.experts.register_full_backward_hook(lambda *_: None)
@@ -196,9 +200,11 @@ def backward_again(group: Any) -> list[Any]:
     return results
 
 
-def weight_gradients(group: Any, num_chunks: int) -> list[str]:
-    """Return the order of ops and of the experts' gradients in a backward."""
+def weight_gradients(group: Any, num_chunks: int, hook: bool) -> list[str]:
+    """Return the order of ops and of the experts' gradients in a backward; `hook` is one on the experts' backward."""
     layer = make_layer(group, num_chunks)
+    if hook:
+        layer.experts.register_full_backward_hook(lambda *_: None)
     y, _ = layer(inputs_for(group.rank(), 9).requires_grad_())
     with seen_ops() as seen:
         for name, p in layer.experts.named_parameters():
@@ -275,8 +281,12 @@ def different_numbers(group: Any) -> str:
 
 
 def too_many_tokens(group: Any) -> list[str]:
-    """Return the error of a batch that is too large on rank 1, in chunks, and what the next batch gives."""
-    layer = make_layer(group, 3)
+    """Return the error of a batch that is too large on rank 1, in chunks, and what the next batch gives.
+
+    All ops of the report have the layer's tag, also a refused one.
+    """
+    before, layer = MoELayer(config(sums="invariant"), group), make_layer(group, 3)
+    assert before.buffer is layer.buffer
     most = layer.config.num_max_tokens_per_rank
     assert most is not None
     x = torch.randn(most + 1 if group.rank() == 1 else 2, layer.config.hidden)
@@ -286,6 +296,7 @@ def too_many_tokens(group: Any) -> list[str]:
             texts.append(f"{len(layer(rows)[0])} tokens")
         except TooManyTokens as error:
             texts.append(str(error))
+    assert {op.tag for op in layer.buffer.report().ranks[group.rank()].last_ops} == {layer.tag}
     layer.buffer.close()
     return texts
 

@@ -13,7 +13,8 @@ from moe_rt.nn.metrics import MetricsSnapshot
 
 LATE_S = 0.5
 # Both ranks send 10 tokens to an expert of rank 0, whose capacity is a quarter of a balanced load's 2 * 10 * 3 / 2.
-LOST = 20 - 8
+# Three chunks hold 2, 5 and 3 of these tokens, and have a bound of 3, 5 and 3. The keys are numbers of chunks.
+LOST = {1: 20 - 8, 3: (4 - 3) + (10 - 4) + (6 - 3)}
 
 __all__ = ["LATE_S", "LOST", "TOPK", "counted", "dropped", "one_rank_is_late"]
 
@@ -27,8 +28,9 @@ def counted(group: Any) -> tuple[MetricsSnapshot, list[int]]:
     return snapshot, reported.tolist()
 
 
-def dropped(group: Any) -> tuple[int, int]:
-    layer = MoELayer(config(num_experts=8, capacity_factor=0.25, overflow="drop"), group)
+def dropped(group: Any, num_chunks: int) -> tuple[int, int]:
+    options = {"capacity_factor": 0.25, "overflow": "drop", "num_chunks": num_chunks}
+    layer = MoELayer(config(num_experts=8, **options), group)
     to_rank_0 = torch.tensor([[0, -1, -1]]).expand(TOKENS, -1)
     for _ in range(2):
         layer(inputs_for(0, TOKENS), to_rank_0)

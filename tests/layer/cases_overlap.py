@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_rt import MoELayer
 from moe_rt.engine.cpu import CpuEngine
+from moe_rt.errors import InvalidInput
 from moe_rt.nn import overlap
 from moe_rt.parallel import prepare
 
@@ -104,6 +107,11 @@ def gradients(group: Any, kind: str, in_halves: bool) -> tuple[Grads, list[str],
         layer.experts.down_proj.requires_grad_(False)
     elif kind == "lora":
         layer.experts = LowRank(layer.experts)  # type: ignore[assignment]
+    elif kind == "hook before experts in an adapter":
+        layer.experts = LowRank(layer.experts)  # type: ignore[assignment]
+        layer.experts.experts.register_full_backward_pre_hook(lambda *_: None)  # type: ignore[union-attr,operator]
+    elif kind == "checkpoint of experts":
+        layer.experts.forward = partial(checkpoint, layer.experts.forward, use_reentrant=False)  # type: ignore
     elif kind == "hook on the experts":
         layer.experts.register_full_backward_hook(lambda *_: None)
     x = inputs_for(group.rank(), 0 if kind == "no tokens" and group.rank() == 0 else 9)
@@ -136,6 +144,48 @@ def wrapped(group: Any, wrap: str) -> tuple[Grads, Grads]:
         results.append({name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in grads.items()})
         layer.buffer.close()
     return results[0], results[1]
+
+
+def kept_tensors(group: Any, num_chunks: int, in_halves: bool) -> list[int]:
+    """Return how many tensors exist after each of three backwards, and once its output is gone, without garbage
+    collection."""
+    layer = make_layer(group, num_chunks=num_chunks, shared_intermediate=8)
+    counts = []
+    gc.collect()
+    gc.disable()
+    try:
+        with whole(not in_halves):
+            for _ in range(3):
+                x = inputs_for(group.rank(), 9).requires_grad_()
+                y, _ = layer(x)
+                y.square().sum().backward()
+                x.grad = None
+                counts.append(_num_tensors())
+                del x, y, _
+                counts.append(_num_tensors())
+    finally:
+        gc.enable()
+    layer.buffer.close()
+    return counts
+
+
+def window_with_gradients(group: Any, num_chunks: int) -> str:
+    """Return the error of a training forward whose input is a token window."""
+    layer = make_layer(group, num_chunks=num_chunks)
+    x = layer.buffer.token_window(9)
+    x.copy_(inputs_for(group.rank(), 9))
+    try:
+        with whole(False):
+            layer(x)
+    except InvalidInput as error:
+        return str(error)
+    finally:
+        layer.buffer.close()
+    return "no error"
+
+
+def _num_tensors() -> int:
+    return sum(isinstance(found, Tensor) for found in gc.get_objects())
 
 
 def raises_between(group: Any) -> list[str]:

@@ -20,7 +20,7 @@ MakeRanks = Callable[[str, int], Ranks]
 BITWISE = {"rtol": 0, "atol": 0}
 KINDS = ["plain", "shared", "biases", "split", "transposed", "frozen experts", "frozen on one rank", "frozen router"]
 KINDS += ["no input gradient", "no tokens", "one token", "one per chunk", "autocast", "checkpoint", "reentrant", "lora"]
-KINDS += ["other experts", "hooks", "no_grad"]
+KINDS += ["other experts", "hooks", "checkpoint of experts", "no_grad"]
 DEPENDENT = {"autocast", "lora", "split"}  # whose rows depend on each other's number
 
 
@@ -87,10 +87,15 @@ def test_order(make_ranks: MakeRanks, num_chunks: int) -> None:
 
 def test_weights_come_while_the_last_exchange_is_under_way(make_ranks: MakeRanks) -> None:
     """Each gradient comes once, as the sum over chunks, between the halves of the first chunk's dispatch_backward."""
-    for seen in make_ranks("shm", 2).run(cases.weight_gradients, 3):
+    for seen in make_ranks("shm", 2).run(cases.weight_gradients, 3, False):
         assert seen[-4::3] == ["begin dispatch_backward", "end dispatch_backward"], seen
         assert set(seen[-3:-1]) == {"gate_up_proj", "down_proj"}
         assert not {"gate_up_proj", "down_proj"} & set(seen[:-4])
+
+
+def test_weights_do_not_wait_for_an_exchange_if_a_hook_may_read_them(make_ranks: MakeRanks) -> None:
+    for seen in make_ranks("shm", 2).run(cases.weight_gradients, 3, True):
+        assert seen[-2:] == ["begin dispatch_backward", "end dispatch_backward"], seen
 
 
 def test_backward_of_parts_and_again(make_ranks: MakeRanks) -> None:

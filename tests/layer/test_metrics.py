@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,9 +24,10 @@ def test_counts_add_up(make_ranks: MakeRanks) -> None:
         assert (snapshot.forwards, snapshot.rows_dropped) == (2, 0)
 
 
-def test_dropped_rows_are_counted(make_ranks: MakeRanks) -> None:
+@pytest.mark.parametrize("num_chunks", cases.LOST)
+def test_dropped_rows_are_counted(make_ranks: MakeRanks, num_chunks: int) -> None:
     """Rows dropped at rank 0 are counted: it gets all tokens of both ranks, and has capacity for a part."""
-    assert make_ranks("shm", 2).run(cases.dropped) == [(2 * cases.LOST, 2), (0, 2)]
+    assert make_ranks("shm", 2).run(cases.dropped, num_chunks) == [(2 * cases.LOST[num_chunks], 2), (0, 2)]
 
 
 def test_counts_of_a_layer_that_was_made_in_inference_mode() -> None:
@@ -35,6 +37,15 @@ def test_counts_of_a_layer_that_was_made_in_inference_mode() -> None:
     with torch.no_grad():
         layer(inputs_for(0, 4))
     assert layer.metrics.snapshot().forwards == 1
+
+
+def test_waits_of_all_dtypes_add_up() -> None:
+    layer = MoELayer(config())
+    waits: dict[Any, Any] = {torch.float32: [1, 2], torch.bfloat16: [10, 20]}
+    layer._shared_buffers._by_dtype = {
+        dtype: SimpleNamespace(waited_ns=lambda ns=ns: ns) for dtype, ns in waits.items()
+    }
+    assert layer.metrics.snapshot().waited_ns == [11, 22]
 
 
 TRANSFORMS: dict[str, Callable[[Any, torch.Tensor], Any]] = {

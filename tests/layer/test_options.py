@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.routing import make_spec
 from support.signatures import defaults_of, misplaced, unlike_defaults
 
 from moe_rt import Buffer, MoEConfig, MoELayer, ThreadGroup, Tuning
@@ -93,3 +94,18 @@ def test_options_that_change_between_two_calls_take_effect(name: str) -> None:
     assert second.options == after
     assert pool.growing(after, **SIZES) is second
     assert pool.growing(after, **{**SIZES, "dtype": torch.float64}) is not second
+
+
+@pytest.mark.parametrize(
+    ("name", "one", "other"), [("depth", 1, True), ("expert_alignment", 1, True), ("capacity_factor", 2, 2.0)]
+)
+def test_equal_values_of_other_types_agree(name: str, one: Any, other: Any) -> None:
+    """Ranks compare the text of their values."""
+    assert make_spec(2, **{name: one}).hash() == make_spec(2, **{name: other}).hash()
+
+
+def test_options_are_hashable_arguments() -> None:
+    """Buffers that are shared have a key of their options, and a placement may be any sequence."""
+    arguments = BufferOptions(placement=[1, 0]).arguments()
+    assert arguments["placement"] == (1, 0)
+    hash(tuple(arguments.values()))

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from layer import cases_pickling as cases
-from layer.cases_layer import inputs_for
+from layer.cases_layer import config, inputs_for
 from support.ranks import Ranks
 
+from moe_rt import MoELayer
 from moe_rt.errors import InvalidConfig
 
 MakeRanks = Callable[[str, int], Ranks]
@@ -88,3 +89,13 @@ def test_a_group_that_nobody_else_finds_is_refused(make_ranks: MakeRanks, heap: 
 def test_a_buffer_says_that_it_does_not_travel() -> None:
     with pytest.raises(InvalidConfig, match="memory that a group shares"):
         pickle.dumps(cases.model()[0].buffer)
+
+
+def test_a_loaded_layer_keeps_no_buffer_of_a_dtype_that_it_never_had() -> None:
+    """The dtype that the layer had before it was saved is of no use to it."""
+    layer = MoELayer(config())
+    layer(inputs_for(0, 7))
+    again = pickle.loads(pickle.dumps(layer))
+    assert again.buffer.spec.dtype is torch.float32
+    again.to(torch.bfloat16)(inputs_for(0, 7).bfloat16())
+    assert list(again._shared_buffers._by_dtype) == [torch.bfloat16]

@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from moe_rt import Buffer, MoEConfig, MoELayer
 from moe_rt.nn.part import Part
+from moe_rt.ops.grouped import grouped_linear
 from moe_rt.parallel import expert_parameters, own_experts, prepare, whole_state_dict
 
 H, E, TOKENS = 16, 4, 48
@@ -44,6 +45,13 @@ class Stacked(nn.Module):
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:
         ends = [0, *offs.tolist()]
         return torch.cat([x[a:b] @ w for w, a, b in zip(self.weight, ends, ends[1:], strict=False)])
+
+
+class Grouped(Stacked):
+    """One tensor, multiplied by an op that compilers keep."""
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        return grouped_linear(x, self.weight, offs, transposed=True)
 
 
 class Model(nn.Module):
@@ -153,6 +161,18 @@ def remade(group: Any) -> list[bool]:
         model(torch.ones(2, H))
         found = [isinstance(p, Part) for p in model.experts.parameters()]
         return [*found, (kind.__module__, kind.__name__) == (Listed.__module__, "Listed")]
+    finally:
+        model.close()
+
+
+def compiled(group: Any) -> tuple[Tensor, Tensor]:
+    """Return the experts' outputs, eager and compiled to one graph."""
+    model = prepare(Model(group, Grouped))
+    x, offs = torch.randn(8, H), torch.tensor([3, 8], dtype=torch.int32)
+    experts: Any = model.experts
+    try:
+        eager = experts(x, offs)
+        return eager.detach(), torch.compile(experts, fullgraph=True, backend="eager")(x, offs).detach()
     finally:
         model.close()
 

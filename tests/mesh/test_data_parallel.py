@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +13,12 @@ import torch
 from mesh import cases_parallel as cases
 from mesh import cases_refused_wrappers as refusals
 from support.ranks import Ranks, ThreadRanks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from moe_rt.errors import InvalidConfig
+from moe_rt.nn.averaging import Mean
+from moe_rt.parallel import prepare, wrapping
 
 MakeRanks = Callable[[str, int], Ranks]
 
@@ -165,3 +170,35 @@ def test_importing_does_not_import_the_compiler() -> None:
     """`import moe_rt` does not import the compiler, which takes seconds on every rank of every job."""
     code = "import sys; from moe_rt import *; sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_parameters_that_the_user_ignores_stay_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = nn.Sequential(nn.Linear(1, 1))
+    monkeypatch.setattr(wrapping, "spread_names", lambda module: {"0.weight"} if module is model else set())
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.bias"])
+    wrapping._name_to_ddp(model)
+    assert set(model._ddp_params_and_buffers_to_ignore) == {"0.weight", "0.bias"}
+
+
+def test_copies_of_all_layers_share_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[list[int]] = []
+    inner: list[Any] = [
+        SimpleNamespace(num_ranks=2, process_group=1, sharded=False, mean=None, mark_parameters=lambda module: None)
+        for _ in range(3)
+    ]
+    experts = [("", nn.Linear(1, 1), each) for each in inner]
+    copies = [(0, 2), (0, 2), (0, 3)]
+    agreed = iter((same, True) for same in copies)
+
+    def new_group(ranks: list[int], **options: Any) -> Any:
+        made.append(ranks)
+        return SimpleNamespace(group_name=f"group {len(made)}")
+
+    monkeypatch.setattr(wrapping, "spread_modules", lambda model: experts)
+    monkeypatch.setattr(wrapping, "_process_group", lambda group: SimpleNamespace(size=lambda: 4))
+    monkeypatch.setattr(wrapping, "_agree", lambda *given: next(agreed))
+    monkeypatch.setattr(wrapping, "_broadcast", lambda *given: None)
+    monkeypatch.setattr(wrapping.dist, "new_group", new_group)
+    prepare(nn.Linear(1, 1), object())  # type: ignore[arg-type]
+    assert made == [[0, 2], [0, 3]]
+    assert [each.mean for each in inner] == [Mean(4, "group 1"), Mean(4, "group 1"), Mean(4, "group 2")]

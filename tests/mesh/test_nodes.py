@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from support.ranks import Ranks
 from moe_rt import Buffer, ThreadGroup
 from moe_rt.config.topology import Topology
 from moe_rt.errors import ConfigMismatch, InvalidConfig
+from moe_rt.group import groups
 
 MakeRanks = Callable[[str, int], Ranks]
 
@@ -69,3 +72,22 @@ def test_uneven_nodes() -> None:
 def test_empty_nodes_are_refused(nodes: tuple[int, ...]) -> None:
     with pytest.raises(InvalidConfig, match="topology: got"):
         Topology(nodes)
+
+
+def test_meshes_of_the_same_ranks_share_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The group has its ranks in ascending order, whatever the mesh's order."""
+    made: dict[str, Any] = {}
+
+    def new_group(ranks: list[int], **options: Any) -> Any:
+        assert options == {"use_local_synchronization": True}
+        made[str(ranks)] = SimpleNamespace(group_name=str(ranks))
+        return made[str(ranks)]
+
+    monkeypatch.setattr(groups, "_names", {})
+    monkeypatch.setattr(groups, "_resolve_process_group", made.__getitem__)
+    monkeypatch.setattr(groups.dist, "get_world_size", lambda: 8)
+    monkeypatch.setattr(groups.dist, "new_group", new_group)
+    orders = [[[6, 1], [4, 3]], [[1, 3], [4, 6]]]
+    meshes: list[Any] = [SimpleNamespace(ndim=2, get_coordinate=lambda: (0, 0), mesh=torch.tensor(o)) for o in orders]
+    assert [groups.process_group_of(mesh) for mesh in meshes] == [made["[1, 3, 4, 6]"]] * 2
+    assert len(made) == 1

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from mesh import cases_own_experts as cases
 from support.ranks import Ranks, ThreadRanks
 
@@ -56,6 +57,11 @@ def test_another_rank_s_file_is_refused(make_ranks: MakeRanks, kind: Any) -> Non
 
 def test_experts_that_are_frozen_or_replaced_are_parts_in_the_forward(make_ranks: MakeRanks) -> None:
     assert make_ranks("shm", 2).run(cases.remade) == [[True] * 5] * 2
+
+
+def test_own_experts_compile_to_one_graph(make_ranks: MakeRanks) -> None:
+    for eager, compiled in make_ranks("shm", 2).run(cases.compiled):
+        torch.testing.assert_close(compiled, eager)
 
 
 def test_a_copy_knows_its_experts(make_ranks: MakeRanks) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moe_rt import Buffer
 from moe_rt.errors import InvalidInput
+from moe_rt.ops import compile as in_order
 
 T, MOST, H, K, E = 5, 9, 6, 2, 4
 
@@ -137,3 +141,27 @@ def test_dispatcher_refuses_a_bound_that_is_no_integer(buffer: Buffer) -> None:
         wrong: Any = "5"
         with pytest.raises(InvalidInput, match="max_tokens: got '5', expected an integer"):
             buffer.dispatch(*fakes, max_tokens=wrong)
+
+
+class LoweredGraph:
+    """A graph of Inductor that is being lowered, as far as ops are kept in order."""
+
+    def __init__(self) -> None:
+        self.operations: list[Any] = []
+        self.additional_buffer_deps: dict[str, set[str]] = defaultdict(set)
+
+    def lower(self, *names: str) -> None:
+        named = [SimpleNamespace(get_name=lambda n=n: n, get_operation_name=lambda n=n: n) for n in names]
+        self.operations.extend(named)
+
+
+def test_each_op_of_a_graph_comes_after_the_one_before() -> None:
+    """Outputs of an op are operations of their own; ops of another graph do not count."""
+    for graph in (LoweredGraph(), LoweredGraph()):
+        lower = in_order._after_previous_op(graph.lower)
+        with V.set_graph_handler(graph):
+            for names in (("a", "its output"), ("b",), ("c",), ("d",)):
+                lower(*names)
+                graph.lower(f"a product after {names[0]}")
+        assert graph.additional_buffer_deps == {"b": {"its output"}, "c": {"b"}, "d": {"c"}}
+        assert [o.get_name() for o in graph.operations if hasattr(o, "has_side_effects")] == ["a", "its output", *"bcd"]

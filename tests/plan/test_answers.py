@@ -50,6 +50,18 @@ def test_skew_never_makes_a_layer_faster() -> None:
     assert skewed.step_us > even.step_us
 
 
+def test_memory_is_that_of_all_layers_and_of_the_capacity() -> None:
+    one = Configuration(8, "normal", "fp8", 2048)
+    usual = layer_of(QWEN, Cluster(8), one, UNIFORM)
+    assert usual.weights_bytes == QWEN.experts // 8 * 3 * 2 * QWEN.hidden * QWEN.intermediate * QWEN.layers
+    row_and_copy = 2 * 2 * QWEN.hidden
+    assert usual.buffer_bytes == int(row_and_copy * 2048 * QWEN.topk * usual.busiest)
+    limited = layer_of(QWEN, Cluster(8), one, UNIFORM, capacity_factor=3.0)
+    assert limited.buffer_bytes == row_and_copy * 2048 * QWEN.topk * 3
+    for layer in (usual, limited):
+        assert layer.memory_bytes == layer.weights_bytes + layer.buffer_bytes
+
+
 def test_chunks_hide_the_shorter_part() -> None:
     assert overlapped(10, 100, 10, 1) == 120
     assert overlapped(5, 50, 5, 2) == 110  # products hide one exchange
@@ -196,6 +208,11 @@ def test_the_busiest_port_and_stragglers_decide(tmp_path: Path) -> None:
     assert late.ends[0] > even.ends[0] + 20  # waits for rank 2's rows
     simulate.write_trace(even, tmp_path / "t.json")
     assert len(json.loads((tmp_path / "t.json").read_text())["traceEvents"]) == 12 + 2 * 4
+
+
+def test_a_step_takes_from_the_last_arrival_to_the_last_end() -> None:
+    times = np.zeros((2, 2))
+    assert simulate.Step(np.array([1.0, 5.0]), times, times, np.array([12.0, 9.0])).us == 7.0
 
 
 @pytest.mark.parametrize("groups", [2, 8, 64, 1000])

@@ -72,6 +72,16 @@ def test_every_row_arrives_once_by_either_route() -> None:
     assert flat.near_sent.sum() + flat.far_sent.sum() + flat.own == flat.logical
 
 
+@pytest.mark.parametrize(("op", "sent", "received"), [("dispatch", 3, 2), ("combine", 2, 3)])
+def test_the_rank_of_the_same_index_forwards(op: str, sent: int, received: int) -> None:
+    """Rank 1 sends to rank 2 through rank 3, the second one of that node; the row returns the same way."""
+    none = np.zeros((0, 1), dtype=np.int64)
+    rows = count([none, np.array([[2]]), none, none], Placement.contiguous(4, 4), Topology((0, 0, 1, 1)))
+    found = link_bytes(rows, 10, "two_level", op)
+    assert found.near_sent.tolist() == [10.0 * (rank == sent) for rank in range(4)]
+    assert found.near_received.tolist() == [10.0 * (rank == received) for rank in range(4)]
+
+
 def test_expected_rows_are_means() -> None:
     topology = Topology((0, 0, 1))
     mean = expected(3000, 2, 10, topology)

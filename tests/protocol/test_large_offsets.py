@@ -89,6 +89,7 @@ def test_layout_equals_integers_without_bounds() -> None:
         {"num_max_tokens_per_rank": 2**29, "num_topk": 2},
         {"num_max_tokens_per_rank": 2**20, "hidden": 2**26, "num_topk": 1},
         {"num_max_tokens_per_rank": 2**29, "hidden": 2**31 - 1, "num_topk": 1},
+        {"num_max_tokens_per_rank": 2**16, "depth": 2**24},
     ],
     ids=str,
 )

@@ -9,8 +9,10 @@ import pytest
 import torch
 from replicas import cases_marks as cases
 from support.ranks import Ranks
+from torch import Tensor
 
 from moe_rt.buffer import replicas
+from moe_rt.nn.part import Whole, as_part
 
 MakeRanks = Callable[[str, int], Ranks]
 
@@ -71,3 +73,28 @@ def test_leaves_of_a_graph_with_several_branches() -> None:
     product = node("Mm", weight, node("MoeRtDispatchBackward", behind))
     graph = node("Add", product, None, bias, product, node("MoeRtDispatchBackward", behind))
     assert {id(t) for t in replicas._leaves(graph)} == {id(first), id(second)}
+
+
+WHOLE = Whole("a group", (2, 3), 4)
+PIECE = Whole("a group", (), 0)
+RESULTS: dict[str, tuple[Callable[[Tensor], Tensor], Whole | None]] = {
+    "elementwise": (lambda p: p * 2 + p, WHOLE),
+    "an update of another shape": (lambda p: p.sum(-1, keepdim=True), WHOLE),
+    "one expert": (lambda p: p[1], PIECE),
+    "a view": (lambda p: p.view(-1), PIECE),
+    "a copy in another dtype": (lambda p: p.double(), WHOLE),
+    "experts in another order": (lambda p: p.flip(0)[[0]], PIECE),
+    "all of them stacked": (lambda p: torch.stack([p, torch.zeros(2, 4, 6)]), PIECE),
+    "a sum over columns": (lambda p: p.sum(-1), None),
+    "a norm of each expert": (lambda p: p.flatten(1).norm(dim=1), None),
+    "a product with tokens": (lambda p: torch.ones(3, 4) @ p[0], None),
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_which_results_are_parts(name: str) -> None:
+    """Moved elements and results of the same experts are; reductions and products are not."""
+    compute, expected = RESULTS[name]
+    out = compute(as_part(torch.randn(2, 4, 6), WHOLE))
+    assert getattr(out, "whole", None) == expected
+    assert getattr(out, "mixed", False) is (name == "all of them stacked")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +13,10 @@ import pytest
 from support.ranks import Ranks
 from train import cases_train as cases
 
-from moe_rt.errors import InvalidConfig
-from moe_rt.train import metrics, train
+from moe_rt.errors import InvalidConfig, WriteFailed
+from moe_rt.train import checkpoint, metrics, train
+from moe_rt.train.all_or_none import all_or_none
+from moe_rt.train.parallel import process_group
 
 MakeRanks = Callable[[str, int], Ranks]
 SHORT = {"steps": 6, "checkpoint_every": 3, "val_every": 3}
@@ -112,3 +115,20 @@ def test_does_not_overwrite_a_run(straight: Path) -> None:
 def test_resumes_nothing_from_the_start(tmp_path: Path) -> None:
     train(cases.tiny(out=tmp_path, steps=1, resume=True))
     assert [row["step"] for row in metrics.read(tmp_path / "metrics.jsonl")] == [0, 1, 1]
+
+
+def test_checkpoints_of_steps_of_any_length_are_found_in_order(tmp_path: Path) -> None:
+    names = ["step-00000009", "step-99999999", "step-100000000"]
+    for name in (*reversed(names), "step-9", "step-00000010.tmp", "step-00000011.damaged"):
+        (tmp_path / name).mkdir()
+    assert [path.name for path in checkpoint._checkpoints(tmp_path)] == names
+    assert [path.name for path in checkpoint._checkpoints(tmp_path, checkpoint.DAMAGED)] == ["step-00000011.damaged"]
+
+
+def test_a_rank_that_the_system_refuses_is_named() -> None:
+    def refused() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "a file")
+
+    with process_group("cpu", 60.0), pytest.raises(WriteFailed, match='"No space left on device" for a file') as raised:
+        all_or_none(refused, WriteFailed, "write")
+    assert raised.value.rank == 0

@@ -239,8 +239,6 @@ class ElasticBuffer:
         column = (order.unsqueeze(1) == ranks.unsqueeze(2)).int().argmax(2)  # of each entry's rank in `order`
         place = places.gather(1, column).masked_fill(ranks < 0, -1)
         entries = torch.arange(num_topk, device=ranks.device)
-        if not len(rows):
-            return torch.zeros(ranks.shape, device=ranks.device)
         return rows[place.clamp(min=0), entries].where(place >= 0, 0)
 
     def _require_open(self) -> None:

@@ -37,8 +37,6 @@ def places_at_home(ranks: Tensor) -> Tensor:
 def add_in_order(rows: Tensor, places: Tensor, first: Tensor | None = None) -> Tensor:
     """Return float32 [T, H]: `first`, or 0, plus the rows [N, H] at places [T, J], column by column; -1 adds none."""
     total = rows.new_zeros(len(places), rows.shape[1], dtype=torch.float32) if first is None else first
-    if not len(rows):
-        return total
     for column in places.unbind(1):
         there = (column >= 0).unsqueeze(1)
         total.add_(rows.index_select(0, column.clamp(min=0)).where(there, 0))
