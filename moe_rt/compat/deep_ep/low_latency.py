@@ -136,11 +136,11 @@ class LowLatency:
         size = self._wrong_tensors(x, topk_idx) or self._size(
             x, topk_idx, most, num_experts, (use_fp8, round_scale, use_ue8m0)
         )
-        ids = error = None
+        ids: bytes | Tensor | None = None
+        error: MoeRtError | None = None
         if isinstance(size, Size):
             ids = copied_ids(topk_idx)
-            error = twice(self.rank) if ids is None else None
-            error = self._wrong_values(x, most, size, stats) or error
+            error = self._wrong_values(x, most, size, stats) or (twice(self.rank) if ids is None else None)
         else:
             error = size
         error = error or self._too_many(name, return_recv_hook, async_finish) or self._wrong_waits(waits)
