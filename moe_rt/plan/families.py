@@ -133,7 +133,7 @@ def _pairs(p: Values, x: Points) -> Array:
 def _copies(p: Values, x: Points) -> Array:
     """Copy rows between processes of one machine, whose cores, caches and memory all ranks share.
 
-    Cores and memory work at the same time. The busiest core decides on the first: ranks take turns on it, and each token,
+    Cores and memory work at the same time. The busiest core decides on the first: ranks take turns on it. Each token,
     each visit (a token on a rank) and each entry (a token at an expert) has a cost, next to the copies of rows from
     caches. What all ranks touch and the last-level cache does not keep goes through memory, at a rate that all cores
     share, or at a part of it if few cores have all the rows.

@@ -1,4 +1,4 @@
-"""What a fault on a GPU names: the rank, the cause and the numbers, the same on every rank."""
+"""Errors of GPU ranks name the same rank, cause and numbers on every rank."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,9 +65,13 @@ def closed_after(group: Any, who: int, depth: int, **options: Any) -> list[str]:
             begin(gate).wait()
         if buffer.rank == who:
             buffer.close()
-        found.append(outcome(lambda: begin(buffer).wait()))
+        found.append(outcome(partial(begin_and_wait, buffer)))
         buffer.close()
     return found
+
+
+def begin_and_wait(buffer: Buffer) -> None:
+    begin(buffer).wait()
 
 
 def begun_before_it_closed(group: Any, depth: int, rows: int, **options: Any) -> list[str]:

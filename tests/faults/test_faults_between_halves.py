@@ -63,7 +63,7 @@ def check_closed(found: list[list[str]], who: int) -> None:
 
 @pytest.mark.parametrize(("nodes", "route"), [(None, "flat"), ((0, 1, 2), "two_level")])
 def test_rank_that_closed_in_any_channel(nodes: tuple[int, ...] | None, route: str) -> None:
-    """It is noticed long before the timeout, and by its number of ops, in whichever channel the next op is."""
+    """It is noticed before the timeout, with its number of ops, in every channel that the next op may be in."""
     found = ThreadRanks(SIZE, nodes=nodes).run(partial(cases.closed_after, route=route), cases.FAULTY_RANK, 3)
     check_closed(found, cases.FAULTY_RANK)
 

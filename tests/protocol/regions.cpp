@@ -1,4 +1,4 @@
-// Tests that no two regions of a segment overlap and that each lies inside it: the memory of every address that roles
+// Tests that no two regions of a segment overlap and that each is inside it: the memory of every address that roles
 // compute, for groups with and without nodes, of any depth, with either order of sums, pushed or not. The same for the
 // private memory in which a rank keeps data of unmapped peers, and for the memory of a GPU's network.
 //

@@ -157,9 +157,8 @@ Status wait_on_gpu(const World& world, double timeout_s) {
 
 int main(int argc, char** argv) {
   if (argc < 4) return 2;
-  const bool leaves = std::strcmp(argv[1], "left") == 0;
-  const bool on_nodes = leaves || std::strcmp(argv[1], "nodes") == 0,
-             on_cpu = on_nodes || std::strcmp(argv[1], "cpu") == 0;
+  const auto is = [argv](const char* form) { return std::strcmp(argv[1], form) == 0; };
+  const bool leaves = is("left"), on_nodes = leaves || is("nodes"), on_cpu = on_nodes || is("cpu");
   const double timeout_s = std::atof(argv[2]);
   const int num_ranks = std::atoi(argv[3]);
   std::vector<int32_t> node_of;
@@ -191,29 +190,26 @@ int main(int argc, char** argv) {
   if (leaves) network = std::make_shared<LosingNetwork>(segments, shape, world.poison(0));
   for (int r = num_ranks / 2; r < num_ranks && on_nodes; ++r) segments[r] = 0;
   const int64_t start_ns = now_ns;
-  const bool loses = std::strcmp(argv[1], "lost") == 0, for_rows = loses || std::strcmp(argv[1], "interrupted") == 0;
-  const bool abandoned = std::strcmp(argv[1], "abandoned") == 0,
-             for_passed = abandoned || std::strcmp(argv[1], "passed") == 0;
-  const int one = num_ranks - 1, other = num_ranks - 2;
-  const Status status = for_passed
-                            ? wait_for_passed_on(world, abandoned ? other : one, abandoned ? one : other, timeout_s)
-                        : for_rows ? wait_for_rows(world, loses, timeout_s)
-                        : on_cpu   ? wait_on_cpu({.shape = shape,
-                                                  .elem = rows::Elem::kFloat32,
-                                                  .rank = 0,
-                                                  .config_hash = 1,
-                                                  .expert_rank = expert_rank,
-                                                  .node_of = node_of,
-                                                  .segments = segments,
-                                                  .watches = {},
-                                                  .timeout_s = timeout_s,
-                                                  .dispatch_codec = Codec::kRaw,
-                                                  .combine_codec = Codec::kRaw,
-                                                  .drop_overflow = false,
-                                                  .num_lanes = 1,
-                                                  .isa = "portable",
-                                                  .network = network})
-                                   : wait_on_gpu(world, timeout_s);
+  const bool loses = is("lost"), for_rows = loses || is("interrupted");
+  const Status status = is("abandoned") ? wait_for_passed_on(world, num_ranks - 2, num_ranks - 1, timeout_s)
+                        : is("passed")  ? wait_for_passed_on(world, num_ranks - 1, num_ranks - 2, timeout_s)
+                        : for_rows      ? wait_for_rows(world, loses, timeout_s)
+                        : on_cpu        ? wait_on_cpu({.shape = shape,
+                                                       .elem = rows::Elem::kFloat32,
+                                                       .rank = 0,
+                                                       .config_hash = 1,
+                                                       .expert_rank = expert_rank,
+                                                       .node_of = node_of,
+                                                       .segments = segments,
+                                                       .watches = {},
+                                                       .timeout_s = timeout_s,
+                                                       .dispatch_codec = Codec::kRaw,
+                                                       .combine_codec = Codec::kRaw,
+                                                       .drop_overflow = false,
+                                                       .num_lanes = 1,
+                                                       .isa = "portable",
+                                                       .network = network})
+                                        : wait_on_gpu(world, timeout_s);
   const auto seconds = [](int64_t ns) { return static_cast<double>(ns) / kSecond; };
   std::printf("%d %d %.9g %.9g\n", static_cast<int>(status.code), status.peer, seconds(now_ns - start_ns),
               seconds(napped_ns));
