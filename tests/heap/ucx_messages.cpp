@@ -215,7 +215,10 @@ void send_many_rows() {
   peer.flush();
   int64_t messages = 0;
   while (!b.coming.empty()) {
-    for (const Rank::Coming& c : b.coming) messages += c.head.ask == Ask::kPut;
+    for (const Rank::Coming& c : b.coming) {
+      messages += c.head.ask == Ask::kPut;
+      expect(c.head.bytes <= tuning::kMessageBytes, "rows that were joined are more than a message");
+    }
     while (arrives(b, random)) {
     }
     while (arrives(a, random)) {
@@ -252,6 +255,9 @@ void refuse(const std::string& what, Message m, uint64_t bytes, bool loses = tru
   expect(a.peers[1].flushed() == loses, what + ": a flush of who is lost goes on, or another one ended");
   expect(b.coming.size() == sent, what + ": it was answered");
   expect(std::equal(before.begin(), before.end(), a.segment), what + ": it was written");
+  const Message put{.secret = a.inbox.secret(), .source = 1, .ask = Ask::kPut, .offset = 64, .bytes = 1};
+  a.inbox.take(&put, sizeof(put), "\1", 1, true);
+  expect(a.segment[64] == (loses ? before[64] : 1), what + ": its sender writes once it is lost, or no more");
   std::mt19937 random(1);
   while (arrives(b, random)) {
   }

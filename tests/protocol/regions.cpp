@@ -195,6 +195,11 @@ struct Case {
       const bool entries = s.returns_entries();
       const char* const to = link.target_row(
           w, r, entries ? w.entry_row(0, last, s.num_topk - 1) : w.partial_row(0, last, s.num_slots() - 1));
+      const int64_t apart = to - link.target_row(w, r, w.entry_row(0, 0, 0));
+      if (entries && apart != w.entry_row(0, last, s.num_topk - 1) - w.entry_row(0, 0, 0)) {
+        ++num_wrong;
+        std::printf("%s: entries of %s share places\n", name.c_str(), of.c_str());
+      }
       const char* const end = std::max(to + returned_bytes(), token(last) + s.row_bytes());
       regions.add(of + " rows", token(0), end - token(0));
       const auto scalar = [&](int64_t t, int64_t k) {
