@@ -54,7 +54,7 @@ def test_waits_of_all_dtypes_add_up() -> None:
 
 
 def test_counts_change_only_under_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two threads that run one layer, one may count at a time."""
+    """Two threads may run one layer."""
     counts = LayerMetrics(2, BUFFERS)
     seen: list[tuple[int, int]] = []
 
