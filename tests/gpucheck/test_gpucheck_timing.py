@@ -16,7 +16,7 @@ from moe_rt.group import thread_ranks
 from moe_rt.lab.check import graphs, layers, loads, measuring, pairs, timing
 from moe_rt.lab.check.layers import LayerSizes
 from moe_rt.lab.check.measuring import RANGE, Load, host_waits, kernels
-from moe_rt.lab.check.steps import Check
+from moe_rt.lab.check.steps import Check, Skipped
 from moe_rt.lab.testing import rounds
 from moe_rt.lab.testing.rounds import WrongOutput
 
@@ -308,3 +308,25 @@ def test_replays_are_compared(gpu: TimedGpu, monkeypatch: pytest.MonkeyPatch, si
     monkeypatch.setattr(graphs, "capture", captured(stale=True))
     with pytest.raises(WrongOutput, match="replay 1"):
         graphs.run_graph(gpu, size, 3)
+
+
+@pytest.mark.parametrize(("ranks", "name", "estimated"), [(1, "H100", True), (2, "H100", False), (1, "A100", False)])
+def test_only_one_rank_of_a_known_gpu_has_an_estimate(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, name: str, estimated: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name=f"NVIDIA {name}"))
+    monkeypatch.setattr(loads.estimate, "MACHINES", [SimpleNamespace(name="H100")])
+    monkeypatch.setattr(loads.estimate, "op_us", lambda *given: 1.0)
+    expected = len(measuring.OPS) if estimated else ""
+    assert loads._estimated_us(small_load(ranks, 8), torch.device("cuda")) == expected
+
+
+def test_a_part_may_skip_its_step() -> None:
+    """A part that fails is recorded and the next one runs; one that is skipped is no failure."""
+    check = Check("cpu")
+    with check.part("fails"):
+        raise ValueError
+    assert len(check.failures) == 1
+    with pytest.raises(Skipped), check.part("skips"):
+        raise Skipped("no such GPU")
+    assert len(check.failures) == 1

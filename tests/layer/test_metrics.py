@@ -13,8 +13,13 @@ from layer.cases_layer import config, inputs_for
 from support.ranks import Ranks
 
 from moe_rt import MoELayer
+from moe_rt.nn import metrics
+from moe_rt.nn.metrics import LayerMetrics
 
 MakeRanks = Callable[[str, int], Ranks]
+BUFFERS: Any = SimpleNamespace(
+    current=SimpleNamespace(device=torch.device("cpu"), spec=SimpleNamespace(overflow="drop"))
+)
 
 
 def test_counts_add_up(make_ranks: MakeRanks) -> None:
@@ -46,6 +51,23 @@ def test_waits_of_all_dtypes_add_up() -> None:
         dtype: SimpleNamespace(waited_ns=lambda ns=ns: ns) for dtype, ns in waits.items()
     }
     assert layer.metrics.snapshot().waited_ns == [11, 22]
+
+
+def test_counts_change_only_under_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads may run one layer."""
+    counts = LayerMetrics(2, BUFFERS)
+    seen: list[tuple[int, int]] = []
+
+    class Lock:
+        def __enter__(self) -> None:
+            seen.append((int(counts._forwards), int(counts._dropped)))
+
+        def __exit__(self, *raised: object) -> None:
+            seen.append((int(counts._forwards), int(counts._dropped)))
+
+    monkeypatch.setattr(metrics, "_adding", Lock())
+    counts.add(torch.ones(2, dtype=torch.int64), SimpleNamespace(offs=torch.ones(1), num_dropped=3))  # type: ignore[arg-type]
+    assert seen == [(0, 0), (1, 0), (1, 0), (1, 3)]
 
 
 TRANSFORMS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
