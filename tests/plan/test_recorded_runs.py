@@ -18,7 +18,6 @@ from moe_rt.plan.tune import SEARCHES, Space, trials_to_best
 
 ROOT = Path(__file__).parents[2]
 RECORDED = ROOT / "bench" / "results" / "epyc-zen5-2core-2026-11-28"
-TUNED = ROOT / "bench" / "results" / "epyc-zen4-2core-2026-11-27"
 
 
 def program(name: str) -> ModuleType:
@@ -56,7 +55,7 @@ def test_a_recorded_run_of_the_trainer_is_replayed(ranks: int) -> None:
 
 
 def test_the_learned_search_needs_fewer_real_runs() -> None:
-    known = json.loads((TUNED / "tune.json").read_text())["costs"]
+    known = json.loads((RECORDED / "tune.json").read_text())["costs"]
     names = [name for name in known[0] if name != "us"]
     space = Space({name: tuple(dict.fromkeys(one[name] for one in known)) for name in names})
     costs = np.median([one["us"] for one in known], axis=1)
