@@ -188,6 +188,12 @@ with cuda.device(2) as _:
     assert cuda.current_device() == 2 and torch.ones(1).get_device() == 2
 assert cuda.current_device() == 1
 refused("got device 3, expected one of 3", lambda: cuda.set_device(3))
+ones = torch.ones(1)
+for there in (lambda n: torch.ones(1, device=f"cuda:{n}"), lambda n: torch.ones(1, device=n), ones.cuda, ones.to,
+              lambda n: ones.to(f"cuda:{n}"), lambda n: torch.device("cuda", n), torch.device,
+              lambda n: torch.Generator(f"cuda:{n}")):
+    there(2)
+    refused("got cuda:3, expected one of 3", lambda: there(3))
 assert cuda.get_device_properties(2).pci_bus_id == 2 and cuda.get_device_properties().pci_bus_id == 1
 stream = cuda.Stream(2, priority=-1)
 assert (stream.device_index, stream.priority, stream.query()) == (2, -1, True)

@@ -8,16 +8,29 @@ from typing import Any
 
 import torch
 
+from moe_rt.lab.on_cpu.hooks import NotOnCpu, num_devices
+
 REAL_DEVICE, _Generator = torch.device, torch.Generator
 
 
 def cpu_of(device: Any) -> Any:
-    """Return the CPU for a CUDA device, however it is named, and anything else unchanged."""
+    """Return the CPU for a CUDA device, however it is named, and anything else unchanged.
+
+    Raises:
+        NotOnCpu: there are fewer devices.
+    """
+    cpu: Any = "cpu"
     if type(device) is int:
-        return "cpu"
-    if isinstance(device, str):
-        return "cpu" if device.partition(":")[0] == "cuda" else device
-    return REAL_DEVICE("cpu") if isinstance(device, REAL_DEVICE) and device.type == "cuda" else device
+        index: int | None = device
+    elif isinstance(device, str) and device.partition(":")[0] == "cuda":
+        index = REAL_DEVICE(device).index
+    elif isinstance(device, REAL_DEVICE) and device.type == "cuda":
+        index, cpu = device.index, REAL_DEVICE("cpu")
+    else:
+        return device
+    if index is not None and index >= num_devices():
+        raise NotOnCpu(f"device: got cuda:{index}, expected one of {num_devices()} (moe-rt on-cpu --ranks)")
+    return cpu
 
 
 class _Real(type):
@@ -40,7 +53,7 @@ class device(metaclass=_Real):
     def __new__(cls, *arguments: Any, **keywords: Any) -> Any:
         first = arguments[0] if arguments else keywords.get("type", keywords.get("device"))
         if first is None or type(first) is int:  # the default device, or the index of an accelerator
-            return REAL_DEVICE("cpu")
+            return REAL_DEVICE(cpu_of(0 if first is None else first))
         return cpu_of(REAL_DEVICE(*arguments, **keywords))
 
 

@@ -79,8 +79,11 @@ def _change_tensors() -> None:
         there = to(self, *arguments, **keywords)
         return _copy(self) if there is self else there
 
-    tensor.to = moved
-    tensor.cuda = lambda self, *arguments, **keywords: _copy(self)
+    def to_cuda(self: Any, device: Any = None, *arguments: Any, **keywords: Any) -> Any:
+        cpu_of(device)  # raises if there are fewer
+        return _copy(self)
+
+    tensor.to, tensor.cuda = moved, to_cuda
     tensor.cpu = lambda self, *arguments, **keywords: _copy(self)
     tensor.pin_memory = lambda self, *arguments, **keywords: _copy(self)
     tensor.is_pinned = lambda self, *arguments, **keywords: True
