@@ -33,13 +33,12 @@ class Averaged(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.num_ranks, ctx.replicas = inputs[:2]
-        ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # Each backward takes its own means, so sums over micro-batches are right with and without no_sync.
         mean = Mean(ctx.num_ranks, ctx.replicas)
-        return None, None, *(None if grad is None else mean_of(grad, mean) for grad in grads)
+        return None, None, *(mean_of(grad, mean) for grad in grads)
 
 
 class _Plain(Averaged):

@@ -146,6 +146,16 @@ def wrapped(group: Any, wrap: str) -> tuple[Grads, Grads]:
     return results[0], results[1]
 
 
+def one_weight(group: Any) -> tuple[Tensor, Tensor]:
+    """Return a weight's gradient if no other one is asked for, and that of a whole backward."""
+    layer = prepare(make_layer(group))
+    loss = layer(inputs_for(group.rank(), 9))[0].square().sum()
+    (alone,) = torch.autograd.grad(loss, layer.experts.down_proj, retain_graph=True)
+    loss.backward()
+    assert layer.experts.down_proj.grad is not None
+    return alone.as_subclass(Tensor), layer.experts.down_proj.grad.as_subclass(Tensor)
+
+
 def kept_tensors(group: Any, num_chunks: int, in_halves: bool) -> list[int]:
     """Return how many tensors exist after each of three backwards, and once its output is gone, without garbage
     collection."""

@@ -90,6 +90,12 @@ def test_a_gradient_has_the_layout_of_its_weight(transposed: bool) -> None:
     assert grad.stride() == weight.stride()
 
 
+def test_gradient_of_one_weight_alone(make_ranks: MakeRanks) -> None:
+    """The means of all weights are one node of the graph, and the others have no gradient then."""
+    for alone, whole in make_ranks("shm", 2).run(cases.one_weight):
+        torch.testing.assert_close(alone, whole, **BITWISE)
+
+
 def test_exception_between_the_halves(make_ranks: MakeRanks) -> None:
     """Rank 0's hook raises; its next op is refused, on every rank, by an error that names the op under way."""
     errors = make_ranks("shm", 2).run(cases.raises_between)
