@@ -91,8 +91,8 @@ def compiling(changes: list[Change], root: Path) -> list[Change]:
     digest = hashlib.sha256(json.dumps([texts, [astuple(change) for change in changes]]).encode()).hexdigest()[:16]
     path = root / f"build/mutants/compiling.{digest}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    done, places = json.loads(path.read_text()) if path.is_file() else (False, [])
-    kept = [changes[place] for place in places] or _apart(changes)
+    done, places = json.loads(path.read_text()) if path.is_file() else (False, None)
+    kept = _apart(changes) if places is None else [changes[place] for place in places]
     while not done:
         refused = _refused(kept, root)
         kept, done = [change for change in kept if change not in refused], not refused
@@ -138,7 +138,10 @@ def _refused(changes: list[Change], root: Path) -> list[Change]:
 
         def errors(unit: str) -> str:
             command = [os.environ.get("CXX", "g++"), *FLAGS, *includes, unit]
-            return subprocess.run(command, cwd=tree.root, capture_output=True, text=True).stderr
+            done = subprocess.run(command, cwd=tree.root, capture_output=True, text=True)
+            if done.returncode and not FAULT.search(done.stderr):  # such as a compiler without enough memory
+                raise RuntimeError(f"{unit} was not compiled:\n{done.stderr[:3000]}")
+            return done.stderr
 
         files = {(tree.root / change.file).resolve() for change in changes}
         units = [u for u in UNITS if files & _included((tree.root / u).resolve(), set())]

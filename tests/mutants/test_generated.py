@@ -123,6 +123,26 @@ def test_switches_keep_lines_and_may_be_nested() -> None:
     assert "!a.x() && b < 3" in text
 
 
+def test_mutants_that_the_compiler_refuses_stay_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    some = generated.generate("a.h", CPP)[:2]
+    monkeypatch.setattr(switches, "compiled_here", lambda root: set())
+    monkeypatch.setattr(switches, "_refused", lambda changes, root: list(changes))
+    first = switches.compiling(some, tmp_path)
+    assert first == switches.compiling(some, tmp_path) == []  # the second answer is the kept one
+
+
+def test_a_compiler_that_fails_without_naming_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    change = next(c for c in generated.generate("a.h", CPP) if c.operator == "constant")
+    (tmp_path / "a.h").write_text(CPP)
+    (tmp_path / "a.cpp").write_text('#include "a.h"\n')
+    subprocess.run(["git", "init", "-q", "."], cwd=tmp_path, check=True)
+    subprocess.run(["git", "add", "a.h", "a.cpp"], cwd=tmp_path, check=True)
+    monkeypatch.setattr(switches, "UNITS", ("a.cpp",))
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(RuntimeError, match="was not compiled"):
+        switches._refused([change], tmp_path)
+
+
 def test_marks_of_blocks() -> None:
     text, blocks = executed.instrumented("a.py", PYTHON, 5)
     ast.parse(text)
