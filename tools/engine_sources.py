@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import re
 from pathlib import Path
 
@@ -15,6 +16,15 @@ def listed(name: str, root: Path = ROOT) -> tuple[str, ...]:
     if len(found) != 1:
         raise ValueError(f"CMakeLists.txt has {len(found)} lists set({name} ...), expected one")
     return tuple(found[0].split())
+
+
+def for_processors(root: Path = ROOT) -> dict[str, tuple[str, ...]]:
+    """Return the sources for one kind of this machine's processors, each with its options for the compiler."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return {}
+    text = (root / "CMakeLists.txt").read_text()
+    found = re.findall(r'set_source_files_properties\((\S+) PROPERTIES\s+COMPILE_OPTIONS "([^"]+)"\)', text)
+    return {source: tuple(options.split(";")) for source, options in found}
 
 
 ENGINE, ROWS = listed("ENGINE"), listed("ROWS")

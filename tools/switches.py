@@ -14,7 +14,7 @@ from dataclasses import astuple
 from importlib.util import find_spec
 from pathlib import Path
 
-from engine_sources import ENGINE, ROWS, listed
+from engine_sources import ENGINE, ROWS, for_processors, listed
 from generated import CPP, Change
 from scratch_tree import ScratchTree
 
@@ -38,8 +38,13 @@ constexpr bool moe_rt_mutant(int n) {{
 #endif
 #endif
 """
-# Units that include every source of the engine and of the emulated GPU.
-UNITS = (*ENGINE, *ROWS, *listed("BINDINGS"), "tests/device/emulation.cpp", "tests/device/emulation_gin.cpp")
+# Units that include every source of the engine and of the emulated GPU, with the compiler's options for each.
+UNITS = (
+    dict.fromkeys(
+        (*ENGINE, *ROWS, *listed("BINDINGS"), "tests/device/emulation.cpp", "tests/device/emulation_gin.cpp"), ()
+    )
+    | for_processors()
+)
 FLAGS = ("-std=c++20", "-fsyntax-only", "-w", "-pthread", "-DMOE_RT_EMULATED_NETWORK", "-fmax-errors=0")
 FAULT = re.compile(
     r"^(?P<file>[^:\n]+):(?P<line>\d+):\d+: (?:fatal )?error:|^(?P<file2>[^:\n]+):(?P<line2>\d+):\d+:  ", re.M
@@ -137,7 +142,7 @@ def _refused(changes: list[Change], root: Path) -> list[Change]:
             (tree.root / file).write_text(text)
 
         def errors(unit: str) -> str:
-            command = [os.environ.get("CXX", "g++"), *FLAGS, *includes, unit]
+            command = [os.environ.get("CXX", "g++"), *FLAGS, *UNITS[unit], *includes, unit]
             done = subprocess.run(command, cwd=tree.root, capture_output=True, text=True)
             if done.returncode and not FAULT.search(done.stderr):  # such as a compiler without enough memory
                 raise RuntimeError(f"{unit} was not compiled:\n{done.stderr[:3000]}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -137,10 +138,17 @@ def test_a_compiler_that_fails_without_naming_a_line(tmp_path: Path, monkeypatch
     (tmp_path / "a.cpp").write_text('#include "a.h"\n')
     subprocess.run(["git", "init", "-q", "."], cwd=tmp_path, check=True)
     subprocess.run(["git", "add", "a.h", "a.cpp"], cwd=tmp_path, check=True)
-    monkeypatch.setattr(switches, "UNITS", ("a.cpp",))
+    monkeypatch.setattr(switches, "UNITS", {"a.cpp": ()})
     monkeypatch.setenv("CXX", "false")
     with pytest.raises(RuntimeError, match="was not compiled"):
         switches._refused([change], tmp_path)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="has no sources for this processor")
+def test_sources_for_one_kind_of_processor_are_compiled_with_their_options() -> None:
+    assert "-mavx2" in switches.UNITS["cuda/cpu/rows_avx2.cpp"]
+    assert "-mavx512f" in switches.UNITS["cuda/cpu/rows_avx512.cpp"]
+    assert set(switches.UNITS) >= {path.relative_to(ROOT).as_posix() for path in (ROOT / "cuda/cpu").glob("*.cpp")}
 
 
 def test_marks_of_blocks() -> None:
