@@ -27,6 +27,7 @@ ARITHMETIC |= {"&": "|", "|": "&", "^": "|"}
 UPDATES = {"+=": "-=", "-=": "+=", "*=": "+=", "|=": "&=", "&=": "|=", "<<=": ">>=", ">>=": "<<="}
 OPERATORS = {"boundary moved": MOVED, "negated": NEGATED, "and for or": LOGIC, "operator": {**ARITHMETIC, **UPDATES}}
 CALLEES = {"min": "max", "max": "min", "any": "all", "all": "any"}
+ANY_ORDER = re.compile(r"(?:\w+(?:::|\.))?(?:min|max|min_of|max_of|gcd|lcm)")  # functions of arguments in any order
 JUMPS = {"continue_statement": "break", "break_statement": "continue"}
 
 SKIPPED = {
@@ -158,6 +159,9 @@ class _Language:
             yield "constant", node.start_byte, node.end_byte, repr(2 * float(word))
 
     def of_arguments(self, node: Node) -> Iterator[Edit]:
+        function = node.parent.child_by_field_name("function") if node.parent is not None else None
+        if function is not None and ANY_ORDER.fullmatch(self.said(function)):
+            return
         some = [child for child in node.named_children if child.type != "comment"]
         for first, second in pairwise(some):
             if self.may_swap(first, second):

@@ -102,6 +102,19 @@ def test_operators_of_cpp_are_of_whole_expressions() -> None:
     assert not [change for change in found if "sizeof" in change[1] or "kTwo" in change[1]]
 
 
+@pytest.mark.parametrize(
+    ("file", "text", "swapped"),
+    [
+        ("a.py", "a = min(b, c) + math.gcd(b, c) + f(b, c)", {("b, c", "c, b")}),
+        ("a.py", "a = max(b, c, key=len)", set()),
+        ("a.h", "int f() { return std::min(b, c) + max_of(b, c); }", set()),
+        ("a.h", "int f() { return column_max(b, c); }", {("column_max(b, c)", "column_max(c, b)")}),
+    ],
+)
+def test_arguments_whose_order_makes_no_difference_stay(file: str, text: str, swapped: set[tuple[str, str]]) -> None:
+    assert {(a, b) for operator, a, b in changes(file, text) if operator == "arguments swapped"} == swapped
+
+
 def test_a_function_is_named() -> None:
     text = "class A:\n    def f(self):\n        g(1)\n\n\nx = 2\n"
     assert {(c.function, c.find) for c in generated.generate("a.py", text) if c.operator == "constant"} == {
