@@ -48,11 +48,16 @@ def test_a_signal_raises(number: signal.Signals) -> None:
 @pytest.mark.parametrize("number", RAISED)
 def test_a_signal_that_is_held_raises_once_afterwards(number: signal.Signals) -> None:
     reached = []
-    with handled_by(number, not_caught), Signals() as signals:
-        with pytest.raises(RAISED[number][0]), signals.held():
+
+    def hold(signals: Signals) -> None:
+        with signals.held():
             with signals.held():
                 signal.raise_signal(number)
             reached.append("the end of the inner context")
+
+    with handled_by(number, not_caught), Signals() as signals:
+        with pytest.raises(RAISED[number][0]):
+            hold(signals)
         with signals.held():
             reached.append("a later one")
     assert len(reached) == 2
