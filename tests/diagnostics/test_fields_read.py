@@ -1,4 +1,4 @@
-"""Every field that a reader of a segment returns is the one that its owner wrote, of any rank, kind and channel."""
+"""A reader of a segment returns every field as its owner wrote it, of any rank, kind and channel."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_last_words_are_as_many_as_were_written(segment: Segment, count: int) ->
     [(0, [1, 2], ([0, 1, 2], [0, 1, 1])), (1, [0], ([0, 1, 2], [0, 1, 2])), (2, [], ([1, 1, 2], [0, 1, 2]))],
 )
 def test_nodes_and_who_passes_on(rank: int, clients: list[int], announcers: tuple[list[int], list[int]]) -> None:
-    """Rank 0 is alone on its node and serves both ranks of the other, where rank 1 serves it."""
+    """Rank 0 is the only rank of its node and serves both ranks of the other, where rank 1 serves it."""
     report = Segment(NODES, rank).read()
     assert (report.nodes, report.header.num_nodes, report.clients) == (NODES, 2, clients)
     assert report.announcers == announcers

@@ -1,4 +1,4 @@
-"""Signals of programs: those that end a program raise, ignored ones stay ignored, and ranks leave Ctrl-C to it."""
+"""Signals end programs by exceptions, ignored ones stay ignored, and ranks leave Ctrl-C to their program."""
 
 from __future__ import annotations
 

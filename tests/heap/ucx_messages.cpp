@@ -318,7 +318,7 @@ void close_once() {
   }
 }
 
-// Let UCX refuse to send, at once or later: the peer is lost, in UCX's words, and a flush ends.
+// Let UCX refuse to send, immediately or later: the peer is lost, in UCX's words, and a flush ends.
 void lose_who_cannot_be_sent_to() {
   static std::vector<ucx::RequestParams> asked;
   static char request;

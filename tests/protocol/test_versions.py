@@ -15,7 +15,7 @@ from moe_rt.config.spec import PROTOCOL_VERSION
 OP_RECORD = "cuda/protocol/core/op_record.h"
 SEGMENT_VERSION = re.search(r"kSegmentHeaderVersion = (\d+);", (ROOT / OP_RECORD).read_text())
 assert SEGMENT_VERSION
-# What is versioned -> name and file of its version, the version, and a digest of facts.cpp's line about it.
+# Maps what is versioned to the place of its number, the number, and a digest of the line of facts.cpp about it.
 VERSIONED = {
     "protocol": ("PROTOCOL_VERSION in moe_rt/config/spec.py", 7, "95317cfe30c3c4df"),
     "segment": (f"kSegmentHeaderVersion in {OP_RECORD}", 3, "1df0ea46c646600e"),
