@@ -72,9 +72,9 @@ class UcxPeer {
     go_on();
   }
   void flush() {
+    store_relaxed(flushing_, 1u);  // before anything is sent: a peer that is then lost ends the flush
     put_collected();
     gets_to_end_ = gets_, puts_to_end_ = puts_;
-    store_relaxed(flushing_, 1u);
     if (posting_.empty()) ask_for_end_of(puts_);
     look_for_end();
   }

@@ -5,6 +5,8 @@
 #pragma once
 
 #include <chrono>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -44,15 +46,25 @@ struct ncclGinDescriptorSmem;
 struct ncclGinRequest_t {
   int peer;
 };
+enum { ncclGinOptFlagsDefault = 0, NCCL_GIN_BACKEND_MASK_ALL = 0xff };
+
+// Ends the process, since nothing here behaves differently for arguments that only a real network heeds.
+inline void expect_call(bool meant, const char* function) {
+  if (meant) return;
+  std::fprintf(stderr, "%s: got other arguments than gin_net.h must pass\n", function);
+  std::abort();
+}
+
 struct ncclGin_C {
   const ncclDevComm& comm;
   int context;
-  ncclGin_C(const ncclDevComm& c, unsigned, int i) : comm(c), context(i) {}
+  ncclGin_C(const ncclDevComm& c, unsigned backends, int i) : comm(c), context(i) {
+    expect_call(backends == NCCL_GIN_BACKEND_MASK_ALL && i >= 0 && uint32_t(i) < c.ginContextCount, "ncclGin_C");
+  }
 };
 enum ncclGinSignalType { NCCL_GIN_SIGNAL_TYPE_NONE, NCCL_GIN_SIGNAL_TYPE_VA };
 enum ncclGinSignalOp_t { ncclGinSignalInc };
 enum ncclGinSegmentType_t { ncclGinSegmentTypeDevice };
-enum { ncclGinOptFlagsDefault = 0, NCCL_GIN_BACKEND_MASK_ALL = 0 };
 
 #define NCCL_FUNCTION(Returned, name, ...) inline Returned name(__VA_ARGS__);
 #include "gin_functions.h"
@@ -174,6 +186,14 @@ class GinCards {
 inline char* at(const ncclGin_C& gin, ncclWindow_t window, size_t offset, int rank = -1) {
   return window->begins[size_t(rank < 0 ? gin.comm.rank : rank)] + offset;
 }
+// Ranks of the whole communicator, numbered as in it.
+inline bool is_all(const ncclGin_C& gin, const ncclTeam& team) {
+  return team.nRanks == gin.comm.nRanks && team.rank == gin.comm.rank && team.stride == 1;
+}
+// The network reads writes of other GPUs too, so a fence at system scope is needed, and none was there before.
+inline bool is_fenced(cuda::thread_scope given, cuda::thread_scope needed) {
+  return given == cuda::thread_scope_thread && needed == cuda::thread_scope_system;
+}
 inline void ask(ncclGin_C* gin, int peer, GinQueue::Task task) {
   GinCards::all().with(*gin, peer, [&](GinQueue& queue) { queue.add(std::move(task)); });
 }
@@ -184,48 +204,66 @@ using moe_rt::emulation::ask;
 using moe_rt::emulation::at;
 using moe_rt::emulation::GinCards;
 using moe_rt::emulation::GinQueue;
+using moe_rt::emulation::is_all;
+using moe_rt::emulation::is_fenced;
 
-inline void ncclGinGet_v2(ncclGin_C* gin, ncclTeam, int peer, ncclWindow_t from, size_t from_offset, ncclWindow_t to,
-                          size_t to_offset, size_t bytes, ncclCoopAny, bool, ncclGinDescriptorSmem*, uint32_t,
-                          ncclGinSegmentType_t) {
+inline void ncclGinGet_v2(ncclGin_C* gin, ncclTeam team, int peer, ncclWindow_t from, size_t from_offset,
+                          ncclWindow_t to, size_t to_offset, size_t bytes, ncclCoopAny, bool described,
+                          ncclGinDescriptorSmem*, uint32_t flags, ncclGinSegmentType_t) {
+  expect_call(is_all(*gin, team) && !described && flags == ncclGinOptFlagsDefault, "ncclGinGet_v2");
   ask(gin, peer,
       {at(*gin, from, from_offset, peer), at(*gin, to, to_offset), std::vector<char>(bytes), /*is_get=*/true});
 }
-inline void ncclGinPut_v3(ncclGin_C* gin, ncclTeam, int peer, ncclWindow_t to, size_t to_offset, ncclWindow_t from,
+inline void ncclGinPut_v3(ncclGin_C* gin, ncclTeam team, int peer, ncclWindow_t to, size_t to_offset, ncclWindow_t from,
                           size_t from_offset, size_t bytes, ncclGinSignalType type, ncclWindow_t signal,
-                          size_t signal_offset, ncclGinSignal_t, bool strong, ncclGinSignalOp_t, unsigned long, bool,
-                          ncclGinCounter_t, ncclCoopAny, bool, ncclGinDescriptorSmem*, cuda::thread_scope,
-                          cuda::thread_scope, uint32_t, ncclGinSegmentType_t) {
+                          size_t signal_offset, ncclGinSignal_t, bool strong, ncclGinSignalOp_t, unsigned long,
+                          bool counts, ncclGinCounter_t, ncclCoopAny, bool described, ncclGinDescriptorSmem*,
+                          cuda::thread_scope given, cuda::thread_scope needed, uint32_t flags, ncclGinSegmentType_t) {
+  expect_call(
+      is_all(*gin, team) && !counts && !described && is_fenced(given, needed) && flags == ncclGinOptFlagsDefault,
+      "ncclGinPut_v3");
   GinQueue::Task task{at(*gin, from, from_offset), at(*gin, to, to_offset, peer), std::vector<char>(bytes)};
   if (type == NCCL_GIN_SIGNAL_TYPE_VA) task.word = reinterpret_cast<uint64_t*>(at(*gin, signal, signal_offset, peer));
   task.strong = strong;
   ask(gin, peer, std::move(task));
 }
-inline void ncclGinPutValue_v3(ncclGin_C* gin, ncclTeam, int peer, ncclWindow_t to, size_t offset, unsigned long value,
-                               size_t bytes, ncclGinSignalType, ncclWindow_t, size_t, ncclGinSignal_t, bool,
-                               ncclGinSignalOp_t, unsigned long, ncclCoopAny, bool, ncclGinDescriptorSmem*,
-                               cuda::thread_scope, cuda::thread_scope, uint32_t) {
+inline void ncclGinPutValue_v3(ncclGin_C* gin, ncclTeam team, int peer, ncclWindow_t to, size_t offset,
+                               unsigned long value, size_t bytes, ncclGinSignalType type, ncclWindow_t, size_t,
+                               ncclGinSignal_t, bool, ncclGinSignalOp_t, unsigned long, ncclCoopAny, bool described,
+                               ncclGinDescriptorSmem*, cuda::thread_scope given, cuda::thread_scope needed,
+                               uint32_t flags) {
+  expect_call(is_all(*gin, team) && type == NCCL_GIN_SIGNAL_TYPE_NONE && !described && is_fenced(given, needed) &&
+                  flags == ncclGinOptFlagsDefault,
+              "ncclGinPutValue_v3");
   const auto* const begin = reinterpret_cast<const char*>(&value);
   ask(gin, peer, {nullptr, at(*gin, to, offset, peer), std::vector<char>(begin, begin + bytes)});
 }
-inline void ncclGinSignal_v3(ncclGin_C* gin, ncclTeam, int peer, ncclGinSignalType, ncclWindow_t window, size_t offset,
-                             ncclGinSignal_t, bool strong, ncclGinSignalOp_t, unsigned long, ncclCoopAny, bool,
-                             ncclGinDescriptorSmem*, cuda::thread_scope, cuda::thread_scope, uint32_t) {
+inline void ncclGinSignal_v3(ncclGin_C* gin, ncclTeam team, int peer, ncclGinSignalType type, ncclWindow_t window,
+                             size_t offset, ncclGinSignal_t, bool strong, ncclGinSignalOp_t, unsigned long, ncclCoopAny,
+                             bool described, ncclGinDescriptorSmem*, cuda::thread_scope given,
+                             cuda::thread_scope needed, uint32_t flags) {
+  expect_call(is_all(*gin, team) && type == NCCL_GIN_SIGNAL_TYPE_VA && !described && is_fenced(given, needed) &&
+                  flags == ncclGinOptFlagsDefault,
+              "ncclGinSignal_v3");
   GinQueue::Task task{};
   task.word = reinterpret_cast<uint64_t*>(at(*gin, window, offset, peer));
   task.settled = true;
   task.strong = strong;
   ask(gin, peer, std::move(task));
 }
-inline void ncclGinFlush(ncclGin_C* gin, ncclCoopAny, Order) {
+inline void ncclGinFlush(ncclGin_C* gin, ncclCoopAny, Order order) {
+  expect_call(order == moe_rt::kAcquire, "ncclGinFlush");
   for (int peer = 0; peer < gin->comm.nRanks; ++peer) {
     GinCards::all().with(*gin, peer, [](GinQueue& queue) { queue.complete(); });
   }
 }
-inline void ncclGinFlushAsync(ncclGin_C*, ncclTeam, uint32_t peer, ncclGinRequest_t* request, ncclCoopAny, uint32_t,
-                              bool, ncclGinDescriptorSmem*) {
+inline void ncclGinFlushAsync(ncclGin_C* gin, ncclTeam team, uint32_t peer, ncclGinRequest_t* request, ncclCoopAny,
+                              uint32_t flags, bool described, ncclGinDescriptorSmem*) {
+  expect_call(is_all(*gin, team) && !described && flags == ncclGinOptFlagsDefault, "ncclGinFlushAsync");
   request->peer = int(peer);
 }
-inline void ncclGinWait(ncclGin_C* gin, ncclGinRequest_t* request, ncclCoopAny, bool, ncclGinDescriptorSmem*, Order) {
+inline void ncclGinWait(ncclGin_C* gin, ncclGinRequest_t* request, ncclCoopAny, bool described, ncclGinDescriptorSmem*,
+                        Order order) {
+  expect_call(!described && order == moe_rt::kAcquire, "ncclGinWait");
   GinCards::all().with(*gin, request->peer, [](GinQueue& queue) { queue.complete(); });
 }

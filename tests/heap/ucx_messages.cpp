@@ -1,5 +1,5 @@
 // Two ranks over this test's UCX, whose messages arrive in any order: the guarantees of gets, puts, posts and flushes.
-// Then one rank sends invalid messages. Prints the failures, and exits with 1.
+// Then UCX fails, and one rank sends invalid messages. Prints the failures, and exits with 1.
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
@@ -51,9 +51,12 @@ void expect(bool holds, const std::string& what) {
 }
 
 // An endpoint is the rank at its other end. Sent data is read when it arrives, as UCX may.
-void* send(ucx::Handle endpoint, unsigned, const void* head, size_t head_bytes, const void* data, size_t bytes,
+void* send(ucx::Handle endpoint, unsigned id, const void* head, size_t head_bytes, const void* data, size_t bytes,
            const ucx::RequestParams* given) {
   auto& to = *static_cast<Rank*>(endpoint);
+  expect(id == ucx::kMessageId && head_bytes == sizeof(Message), "UCX is given another message");
+  expect(given->mask == (given->kCallback | given->kUserData | given->kFlags) && given->flags == given->kEager,
+         "UCX is given other options");
   auto* const request = new char;
   Message copy;
   std::memcpy(&copy, head, sizeof(copy));
@@ -236,6 +239,115 @@ void send_many_rows() {
   }
 }
 
+Header numbered(uint64_t seq) {
+  Header header{};
+  header.seq = seq;
+  return header;
+}
+
+// Put a row and post, put another and post twice more, before anything arrives: posts follow all rows before them, and
+// neighbouring ones not each other.
+void post_after_rows() {
+  for (unsigned seed = 0; seed < 20; ++seed) {
+    std::mt19937 random(seed);
+    Rank a, b;
+    UcxPeer& peer = a.peers[1];
+    peer.connect(kApi, &b, 0, b.inbox.secret());
+    b.peers[0].connect(kApi, &a, 1, a.inbox.secret());
+    const auto place = [](Kind kind) { return kLayout.mailboxes + int64_t{sizeof(Mailbox)} * 2 * int(kind); };
+    const std::vector<char> row(1000, char{1});
+    const int64_t rows = kLayout.window[0].tokens;
+    peer.put(kLayout.window[1].tokens, row.data(), int64_t(row.size()));
+    peer.post(place(Kind::kDispatch), numbered(1));
+    peer.put(rows, row.data(), int64_t(row.size()));
+    peer.post(place(Kind::kCombine), numbered(1));
+    peer.post(place(Kind::kDispatch), numbered(2));
+    peer.flush();
+    bool together = false;
+    while (arrives(b, random) || arrives(a, random)) {
+      const bool later = b.mailbox(Kind::kCombine, 0).signal == 1 || b.mailbox(Kind::kDispatch, 0).signal == 2;
+      expect(!later || !std::memcmp(b.segment + rows, row.data(), row.size()), "a later post was there before its row");
+      const auto is_post = [](const Rank::Coming& c) { return c.head.ask == Ask::kPost; };
+      together |= std::count_if(b.coming.begin(), b.coming.end(), is_post) == 2;
+    }
+    expect(peer.flushed() && b.mailbox(Kind::kDispatch, 0).signal == 2, "a post is left");
+    expect(together, "neighbouring posts wait for each other");
+  }
+}
+
+// End the group while posts wait: the cause arrives, the posts do not, and the flush ends.
+void end_a_group() {
+  std::mt19937 random(1);
+  Rank a, b;
+  UcxPeer& peer = a.peers[1];
+  peer.connect(kApi, &b, 0, b.inbox.secret());
+  b.peers[0].connect(kApi, &a, 1, a.inbox.secret());
+  const std::vector<char> row(1000);
+  peer.put(kLayout.window[0].tokens, row.data(), int64_t(row.size()));
+  for (uint64_t seq = 1; seq < 3; ++seq) peer.post(kLayout.mailboxes, numbered(seq));
+  peer.put_last(kLayout.poison, kCause);
+  peer.put_last(kLayout.poison, kConsequence);  // a second one is ignored
+  peer.flush();
+  while (arrives(b, random) || arrives(a, random)) {
+  }
+  uint64_t poison;
+  std::memcpy(&poison, b.segment + kLayout.poison, sizeof(poison));
+  expect(poison == kCause, "another word than the first is the last");
+  expect(peer.flushed(), "the flush of a rank that ends its group does not end");
+  expect(b.mailbox(Kind::kDispatch, 0).signal == 0, "a rank announces an op after it has ended its group");
+}
+
+// Close a connection once, by force; UCX's request is the caller's.
+void close_once() {
+  static char request;
+  static int closed = 0;
+  ucx::Api api = kApi;
+  api.ep_close_nbx = [](ucx::Handle, const ucx::RequestParams* given) -> void* {
+    expect(given->mask == given->kFlags && given->flags == given->kForceClose, "a connection is closed politely");
+    return ++closed == 1 ? &request : nullptr;
+  };
+  for (const void* expected : {static_cast<const void*>(&request), static_cast<const void*>(nullptr)}) {
+    UcxPeer peer;
+    expect(!peer.is_connected() && !peer.close(), "what was never connected is closed");
+    peer.connect(api, &peer, 0, 1);
+    peer.lose("first");
+    peer.lose("second");
+    expect(peer.close() == expected, "the request of closing is another");
+    expect(!peer.is_connected() && !peer.can_be_asked() && !peer.close(), "a connection is closed twice");
+    expect(peer.problem() == std::string("first"), "the first problem is not the one");
+  }
+}
+
+// Let UCX refuse to send, immediately or later: the peer is lost, in UCX's words, and a flush ends.
+void lose_who_cannot_be_sent_to() {
+  static std::vector<ucx::RequestParams> asked;
+  static char request;
+  ucx::Api at_once = kApi, later = kApi;
+  at_once.am_send_nbx = [](ucx::Handle, unsigned, const void*, size_t, const void*, size_t, const ucx::RequestParams*) {
+    return reinterpret_cast<void*>(intptr_t{-25});
+  };
+  later.am_send_nbx = [](ucx::Handle, unsigned, const void*, size_t, const void*, size_t,
+                         const ucx::RequestParams* given) -> void* {
+    asked.push_back(*given);
+    return &request;
+  };
+  later.request_free = [](void* freed) { expect(freed == &request, "another request is freed"); };
+  at_once.status_string = later.status_string = [](ucx::Status status) { return status == -25 ? "reset" : "other"; };
+  for (const ucx::Api* api : {&at_once, &later}) {
+    UcxPeer peer;
+    peer.connect(*api, &peer, 0, 1);
+    const uint32_t value = 1;
+    peer.put(kLayout.window[0].tokens, &value, sizeof(value));  // collected: the flush sends it
+    peer.flush();
+    if (api == &later) {
+      expect(!peer.lost() && !peer.flushed(), "a flush ends before UCX has sent");
+      for (const ucx::RequestParams& each : asked) each.on_end(&request, -25, each.user_data);
+    }
+    expect(peer.lost() && peer.problem() == std::string("reset"), "who cannot be sent to is not lost");
+    expect(peer.flushed(), "a flush of who is lost does not end");
+  }
+}
+
 // Let rank 1 send an invalid message to rank 0: rank 0 marks it as lost, and neither memory nor segment is touched.
 void refuse(const std::string& what, Message m, uint64_t bytes, bool loses = true, bool is_here = true) {
   Rank a, b;
@@ -269,6 +381,10 @@ int main() {
   for (unsigned seed = 0; seed < 20; ++seed) keep_promises(seed);
   flush_small_puts();
   send_many_rows();
+  post_after_rows();
+  end_a_group();
+  close_once();
+  lose_who_cannot_be_sent_to();
   const int64_t end = kLayout.bytes, most = tuning::kMessageBytes, boxes = kLayout.mailboxes;
   const auto from1 = [](Ask ask, int64_t offset, int64_t bytes, uint64_t number = 0) {
     return Message{.source = 1, .ask = ask, .offset = offset, .bytes = bytes, .number = number};

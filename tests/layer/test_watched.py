@@ -12,10 +12,12 @@ from conftest import CPU_HEAPS
 from layer import cases_modes as cases
 from support.ranks import Ranks
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe_rt import MoEConfig, MoELayer
 from moe_rt.group.groups import ThreadGroup
+from moe_rt.ops.grouped import grouped_linear
 
 MakeRanks = Callable[[str, int], Ranks]
 FAULTY_RANK, SIZE = 1, 2
@@ -134,11 +136,33 @@ def test_the_profiler_counts_the_same() -> None:
     assert totals[0] == totals[1] > 0
 
 
-def test_flops_without_data_are_those_of_all_rows() -> None:
-    a, b, offs = torch.empty(9, 4, device="meta"), torch.empty(3, 4, 5, device="meta"), torch.empty(3, device="meta")
-    with FlopCounterMode(display=False) as counter:
-        torch.ops.moe_rt.grouped_mm(a, b, offs.int())
-    assert counter.get_total_flops() == 2 * 9 * 4 * 5
+@pytest.mark.parametrize("row_wise", [False, True])
+@pytest.mark.parametrize("kind", ["meta", "fake"])
+def test_flops_without_data_are_those_of_all_rows(kind: str, row_wise: bool) -> None:
+    """Rows are counted as if all were real, in a product and in the gradient of its weight."""
+    with FakeTensorMode() if kind == "fake" else torch.device("meta"):
+        a, b, offs = torch.empty(9, 4), torch.empty(3, 4, 5), torch.empty(3, dtype=torch.int32)
+        grad = torch.empty(9, 5)
+        for left, right in ((a, b), (a.t(), grad)):
+            with FlopCounterMode(display=False) as counter:
+                torch.ops.moe_rt.grouped_mm(left, right, offs, row_wise)
+            assert counter.get_total_flops() == 2 * 9 * 4 * 5
+
+
+def test_rows_depend_on_each_other_unless_asked() -> None:
+    """A product of rows by themselves is slower, so it is not the default."""
+    given: list[bool] = []
+
+    def multiply(a: Tensor, b: Tensor, offs: Tensor, row_wise: bool) -> Tensor:
+        given.append(row_wise)
+        return a
+
+    x, weight, offs = torch.ones(2, 3), torch.ones(1, 3, 3), torch.tensor([2], dtype=torch.int32)
+    for how in ({}, {"row_wise": True}):
+        grouped_linear(x, weight, offs, multiply=multiply, **how)
+    assert given == [False, True]
+    schema = torch.ops.moe_rt.grouped_mm.default._schema
+    assert {argument.name: argument.default_value for argument in schema.arguments}["row_wise"] is False
 
 
 @pytest.mark.parametrize("heap", CPU_HEAPS)

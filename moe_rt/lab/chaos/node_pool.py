@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -100,17 +99,11 @@ class NodePool(RankPool):
             self.cluster.down()
 
 
-def _in_node(channel: Channel, cluster: str, node: int, work: Work, *arguments: Any) -> None:
+def _in_node(channel: Channel, cluster: str, node: int, work: Work, *arguments: Any) -> object:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     child = fork_into(Cluster(cluster), node)
     if child == 0:
-        status = 1
-        try:
-            work(channel, *arguments)
-            status = 0
-        except Exception:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
+        return work(channel, *arguments)  # `forking.fork` ends this process as well
     channel.close()
     os.waitpid(child, 0)
+    return None

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_rt.buffer.buffer import Buffer
-from moe_rt.errors import MoeRtError, PeerDead, PeerTimeout
+from moe_rt.errors import GroupPoisoned, MoeRtError, PeerDead, PeerTimeout
 from moe_rt.group.rendezvous import StoreRendezvous
 from moe_rt.lab.check.measuring import OPS, Load, Timer, count_pulled
 from moe_rt.lab.check.network import run_programs
@@ -103,7 +103,7 @@ def rounds(group: Any, device: torch.device, options: dict[str, Any]) -> str:
 
 
 def killed(group: Any, device: torch.device, options: dict[str, Any]) -> str:
-    """The last process is killed between two ops; the others are notified in time.
+    """The last process is killed between two ops. Each other one notices it in time, or that another one has.
 
     Raises:
         WrongOutput: they are not, or another error is raised.
@@ -129,8 +129,10 @@ def killed(group: Any, device: torch.device, options: dict[str, Any]) -> str:
     except MoeRtError as raised:
         error = raised
     seconds = time.monotonic() - begin
-    if not isinstance(error, (PeerTimeout, PeerDead)) or seconds > DEATH_S + SLACK_S:
-        raise WrongOutput(f"a killed process: got {error!r} after {seconds:.1f} s, expected PeerTimeout or PeerDead")
+    expected = (PeerTimeout, PeerDead, GroupPoisoned)
+    if not isinstance(error, expected) or seconds > DEATH_S + SLACK_S:
+        names = " or ".join(kind.__name__ for kind in expected)
+        raise WrongOutput(f"a killed process: got {error!r} after {seconds:.1f} s, expected {names}")
     return f"{type(error).__name__} {seconds:.1f} s after a process was killed"
 
 
