@@ -28,7 +28,7 @@ def refuse_replicated_experts(buffer: Any, y: Any) -> None:
         return
     _KNOWN.add(buffer)
     replicated = {id(p) for p in wrapper._module_parameters}
-    for p in _leaves(y.grad_fn):
+    for p in leaves(y.grad_fn):
         if id(p) in replicated:
             raise InvalidConfig(
                 f"DistributedDataParallel: got experts' weights {list(p.shape)} among its parameters, which it takes "
@@ -36,12 +36,12 @@ def refuse_replicated_experts(buffer: Any, y: Any) -> None:
             )
 
 
-def _leaves(node: Any) -> Iterator[Tensor]:
-    """Yield the leaves of a node's graph, back to the dispatch that returned the rows."""
+def leaves(node: Any, *ends: str) -> Iterator[Tensor]:
+    """Yield the leaves of a node's graph, back to the dispatch that returned the rows, and to nodes of these names."""
     seen, todo = set(), [node]
     while todo:
         node = todo.pop()
-        if node is None or node in seen or "dispatch" in node.name().lower():
+        if node is None or node in seen or "dispatch" in node.name().lower() or node.name() in ends:
             continue
         seen.add(node)
         if hasattr(node, "variable"):

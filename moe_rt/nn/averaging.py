@@ -9,6 +9,8 @@ from torch import Tensor
 from torch._C import _DisableTorchDispatch
 from torch.compiler import is_compiling
 
+from moe_rt.buffer.replicas import leaves
+from moe_rt.errors import InvalidConfig
 from moe_rt.nn.part import Part
 
 
@@ -75,3 +77,47 @@ def mean_of(grad: Tensor, mean: Mean) -> Tensor:
         collectives = torch.ops._c10d_functional
         grad = collectives.wait_tensor(collectives.all_reduce(grad.contiguous(), "sum", mean.replicas))
     return grad
+
+
+def refuse_copied_adapter(y: Tensor, mean: Mean) -> None:
+    """Raise InvalidConfig if experts have copies, and their rows `y` depend on weights whose gradients are no means.
+
+    Only eager ranks check.
+    """
+    if mean.replicas is None or is_compiling():
+        return
+    for p in leaves(y.grad_fn, "_PlainBackward"):
+        raise InvalidConfig(
+            f"experts: got a weight {list(p.shape)} of an adapter, and copies of these experts on other ranks, which "
+            "would differ; expected a SpreadModule whose forward takes it from `self.parts`"
+        )
+
+
+class _Scaled(torch.autograd.Function):
+    """Identity, whose backward multiplies the gradient by a factor."""
+
+    @staticmethod
+    def forward(x: Tensor, factor: float) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.factor = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factor, None
+
+
+class _PlainScaled(_Scaled):
+    """_Scaled with tangents, as in _Plain."""
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        return tangent.view_as(tangent)
+
+
+def scaled_gradient(x: Tensor, factor: float) -> Tensor:
+    """Return x, whose gradient is multiplied by a factor."""
+    scaled: Tensor = (_Scaled if is_compiling() else _PlainScaled).apply(x, factor)
+    return scaled

@@ -24,6 +24,7 @@ from moe_rt.group.all_or_none import all_or_none
 from moe_rt.group.groups import Group, rendezvous_of
 from moe_rt.group.rendezvous import Rendezvous
 from moe_rt.nn import chunks, overlap
+from moe_rt.nn.averaging import refuse_copied_adapter, scaled_gradient
 from moe_rt.nn.experts import Experts, ExpertsConfig, SharedExpert
 from moe_rt.nn.metrics import LayerMetrics
 from moe_rt.nn.padding import real_tokens, route, without_padding
@@ -300,7 +301,13 @@ class MoELayer(nn.Module):
             return recv_x, recv_weights, handle, self._expert_rows(recv_x, handle.offs)
 
     def _expert_rows(self, recv_x: Tensor, offs: Tensor) -> Tensor:
+        mean = self.spread.mean if self.spread.mean_of_rows else None
+        if mean is not None:
+            recv_x = scaled_gradient(recv_x, mean.num_ranks)
         y = self.experts(recv_x, offs).to(recv_x.dtype)  # FSDP may have cast it
+        if mean is not None:
+            refuse_copied_adapter(y, mean)
+            y = scaled_gradient(y, 1 / mean.num_ranks)
         return y.requires_grad_() if self._trained_elsewhere(y) else y
 
     def _in_chunks(

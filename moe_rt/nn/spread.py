@@ -33,6 +33,8 @@ class SpreadModule(nn.Module):
         expert_ids: experts of this rank, one for each entry of dimension 0 of each parameter; empty if unknown.
         num_experts: number of experts of all ranks.
         mean: the mean that gradients become, or None if they stay sums.
+        mean_of_rows: the layer divides the gradient of rows, not gradients of parameters, since an adapter around the
+            experts has parameters that `parts` does not return.
         trains_somewhere: some rank's experts need gradients, so every rank takes part in the backward.
         sharded: `moe_rt.parallel.shard_experts` has handed the parts to FSDP.
         param_dtype: dtype to which FSDP casts the parameters for `forward`, or None for no cast.
@@ -47,7 +49,7 @@ class SpreadModule(nn.Module):
         self.num_ranks, self.num_experts = 1, 0
         self.expert_ids: tuple[int, ...] = ()
         self.mean: Mean | None = None
-        self.trains_somewhere = self.sharded = self.over_mesh = False
+        self.trains_somewhere = self.sharded = self.over_mesh = self.mean_of_rows = False
         self.param_dtype: torch.dtype | None = None
         self._spread_group: str | None = None
 
@@ -97,7 +99,11 @@ class SpreadModule(nn.Module):
         mean `self.mean`."""
         if not is_compiling():
             self.mark_parameters()  # offloading hooks write to _parameters without register_parameter
-        return averaged({name: self._part(name) for name in names}, self.mean)
+        mean = Mean(1, self.mean.replicas) if self.mean is not None and self.mean_of_rows else self.mean
+        return averaged({name: self._part(name) for name in names}, mean)
+
+    def check_copies(self) -> None:
+        """Raise InvalidConfig if means over copies of this module have no place in the order of ops."""
 
     def _part(self, name: str) -> Tensor:
         weight: Any = getattr(self, name)

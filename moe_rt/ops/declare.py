@@ -16,6 +16,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 from torch._C import (
+    DisableTorchFunction,
     _are_functorch_transforms_active,
     _get_function_stack_at,
     _is_tracing,
@@ -71,6 +72,12 @@ def in_function_mode() -> bool:
     """True if a TorchFunctionMode would see the op. A default device is such a mode also, and concerns factories only:
     the dispatcher would call it for each operation of Python around the op."""
     return any(type(_get_function_stack_at(i)) is not DeviceContext for i in range(_len_torch_function_stack()))
+
+
+def without_modes(run: Callable[P, R], *args: P.args, **named: P.kwargs) -> R:
+    """Run a method of an engine without the default device, which Python would ask about each attribute of a tensor."""
+    with DisableTorchFunction():
+        return run(*args, **named)
 
 
 def recorded(*tensors: Tensor | None) -> bool:
@@ -279,23 +286,24 @@ class TorchOp:
 # Text costs a call nothing, while a closure that handles any number of arguments takes half a microsecond longer.
 _CALL = """
 def {name}({parameters}):
-    if unwatched({tensors}) and not (_len_torch_function_stack() and in_function_mode()):
+    if unwatched({tensors}) and not ((modes := _len_torch_function_stack()) and in_function_mode()):
         if recorded({differentiable}):
             {require}
             return {record}
-        return engine.{method}({given})
+        return without_modes(engine.{method}, {given}) if modes else engine.{method}({given})
     return watched({arguments})
 """
 _LOSSY_CALL = """
 def {name}({parameters}):
     {require}
-    if unwatched({tensors}) and not (_len_torch_function_stack() and in_function_mode()):
-        return engine.{method}({given})
+    if unwatched({tensors}) and not ((modes := _len_torch_function_stack()) and in_function_mode()):
+        return without_modes(engine.{method}, {given}) if modes else engine.{method}({given})
     return watched({arguments})
 """
 _FUNCTION = """
 def forward(ctx, {parameters}):
-    output = engine.{method}({given})
+    modes = _len_torch_function_stack()
+    output = without_modes(engine.{method}, {given}) if modes else engine.{method}({given})
     save(ctx, engine, tag, output, ({inputs}))
     return output
 

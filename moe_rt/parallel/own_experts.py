@@ -5,12 +5,14 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+from torch.nn.utils.stateless import _reparametrize_module
 
 from moe_rt.buffer.buffer import Buffer
 from moe_rt.errors import InvalidConfig
-from moe_rt.nn.averaging import mean_of
+from moe_rt.nn.averaging import averaged, mean_of
 from moe_rt.nn.layer import MoELayer
 from moe_rt.nn.spread import SpreadModule
 
@@ -21,6 +23,10 @@ def own_experts(module: nn.Module, buffer: Buffer) -> nn.Module:
     Call it before `prepare`, wrappers and optimizers. The parameters of the module and its children are then treated
     like those of MoELayer.experts: they are not averaged as replicas, they count for clipping, operations that require
     replicas refuse them, and `prepare` turns their gradients into means.
+
+    If several groups hold copies of the experts, only the module's forward may use its parameters, on one thread at a
+    time. It finds plain tensors in their place. `prepare` refuses modules without a forward, such as ModuleList, and
+    backward raises InvalidConfig if a parameter was used elsewhere.
 
     Args:
         module: the experts that the buffer's placement gives to this rank; changed in place. If each parameter is
@@ -51,7 +57,34 @@ def own_experts(module: nn.Module, buffer: Buffer) -> nn.Module:
 
 
 class _OwnExperts(SpreadModule):
-    """Averages gradients in hooks on the parameters, because `forward` is the user's."""
+    """Takes means over copies of the experts in one node, as `parts` does, since ranks must take them in one order.
+
+    Without copies a mean is local. Hooks on the parameters then take it, wherever they are used.
+    """
+
+    _task: int | None = None  # the backward that runs the node, by torch's number
+    _was_traced = False  # torch.compile has traced the node, which then sets no number
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        """Run the user's forward."""
+        run = super().forward
+        if self.mean is None or self.mean.replicas is None:
+            return run(*given, **named)
+        weights = averaged(dict(self.named_parameters(remove_duplicate=False)), self.mean)
+        if is_compiling():
+            self._was_traced = True
+        else:
+            for node in {w.grad_fn for w in weights.values() if w.grad_fn is not None}:
+                node.register_prehook(self._note_backward)
+        with _reparametrize_module(self, weights):
+            return run(*given, **named)
+
+    def check_copies(self) -> None:
+        if super().forward.__func__ is nn.Module.forward:  # type: ignore[attr-defined]
+            raise InvalidConfig(
+                f"own_experts: got a {type(self).__name__}, which has no forward, and copies of these experts on other "
+                "ranks; expected a module whose forward runs the experts"
+            )
 
     def mark_parameters(self, root: nn.Module | None = None) -> None:
         super().mark_parameters(root)
@@ -59,8 +92,20 @@ class _OwnExperts(SpreadModule):
             if p.requires_grad and self.num_ranks > 1 and not hasattr(p, "takes_mean"):
                 p.takes_mean = p.register_hook(self._take_mean)  # type: ignore[attr-defined]
 
+    def _note_backward(self, _: Any) -> None:
+        self._task = torch._C._current_graph_task_id()
+
     def _take_mean(self, grad: Tensor) -> Tensor | None:
-        return None if self.mean is None else mean_of(grad, self.mean)
+        if self.mean is None:
+            return None
+        if self.mean.replicas is None:
+            return mean_of(grad, self.mean)
+        if not self._was_traced and self._task != torch._C._current_graph_task_id():
+            raise InvalidConfig(
+                f"own_experts: got a gradient {list(grad.shape)} of a weight that was used outside of the module's "
+                "forward; expected all uses there, since other ranks hold copies of these experts"
+            )
+        return None
 
 
 @cache

@@ -40,7 +40,8 @@ def prepare(model: nn.Module, group: dist.ProcessGroup | DeviceMesh | None = Non
 
     Raises:
         InvalidConfig: on every rank, if the group does not consist of whole expert-parallel groups of one size; if
-            ranks are threads, which torch.distributed does not support; or if experts are sharded already.
+            ranks are threads, which torch.distributed does not support; if experts are sharded already; or if a module
+            of `own_experts` has copies but no forward.
     """
     for path, _, inner in spread_modules(model):
         _require_plain(path or "model", inner)
@@ -54,11 +55,13 @@ def prepare(model: nn.Module, group: dist.ProcessGroup | DeviceMesh | None = Non
             continue
         inner.mark_parameters(experts)
         if len(same) > 1:
+            inner.check_copies()
             if same not in made:
                 made[same] = dist.new_group(list(same), use_local_synchronization=True)
             _broadcast(experts, made[same])
         if inner.mean is None:
             replicate(experts)
+        inner.mean_of_rows = experts is not inner
         inner.mean = Mean(ranks.size(), made[same].group_name if len(same) > 1 else None)
     _name_to_ddp(model)
     return model

@@ -21,12 +21,15 @@ from moe_rt import MoELayer
 from moe_rt.engine.cpu import CpuEngine
 from moe_rt.errors import MoeRtError, TooManyTokens
 from moe_rt.nn import averaging, experts
+from moe_rt.nn.spread import SpreadModule
+from moe_rt.ops.grouped import grouped_linear
 from moe_rt.parallel import prepare
 
 
 def make_layer(group: Any, num_chunks: Any, **changes: Any) -> MoELayer:
     """Return a layer whose rows have the same bits in any number of chunks."""
-    layer = MoELayer(config(num_chunks=num_chunks, **{"sums": "invariant"} | changes), group)
+    own = changes.pop("experts", None)
+    layer = MoELayer(config(num_chunks=num_chunks, **{"sums": "invariant"} | changes), group, experts=own)
     with torch.no_grad():
         for i, p in enumerate(layer.parameters()):
             p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(i)) * 0.3)
@@ -247,14 +250,28 @@ def ranks_differ(group: Any, how: str) -> list[Any]:
     return results
 
 
-def whole_next_to_copies(group: Any, how: str) -> list[Grads]:
+class OwnExperts(SpreadModule):
+    """A user's experts, which read one weight after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.zeros(4, 16, 16)) for _ in range(2))
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        for name in ("first", "second"):
+            x = grouped_linear(x, self.parts(name)[name], offs).relu()
+        return x
+
+
+def whole_next_to_copies(group: Any, how: str, own: bool) -> list[Grads]:
     """Two of four ranks, one of each group, run their ops whole; the others, in halves, hold copies of their experts.
 
     Return the experts' gradients, in one chunk and in three."""
     ep = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "ep")).get_group("ep")
     results: list[Grads] = []
     for num_chunks in (1, 3):
-        layer = prepare(make_layer(ep, num_chunks, biases=True))
+        changes: dict[str, Any] = {"experts": OwnExperts(), "num_experts": 8} if own else {"biases": True}
+        layer = prepare(make_layer(ep, num_chunks, **changes))
         x = inputs_for(group.rank(), 9).requires_grad_()
         differs = group.rank() in (0, 3)
         with whole(False), torch.profiler.profile() if differs and how == "profiler" else nullcontext():

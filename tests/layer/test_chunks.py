@@ -123,10 +123,11 @@ def test_means_of_gradients_are_taken_once(make_ranks: MakeRanks) -> None:
     assert make_ranks("shm", 2).run(cases.num_means) == [2, 2]
 
 
+@pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("how", ["profiler", "compiled"])
-def test_ranks_with_whole_ops_take_means_in_the_order_of_the_others(make_ranks: MakeRanks, how: str) -> None:
+def test_ranks_with_whole_ops_take_means_in_the_order_of_the_others(make_ranks: MakeRanks, how: str, own: bool) -> None:
     """Means are collective over copies of the experts: they and exchanges must not wait for each other in a circle."""
-    found = make_ranks("shm", 4).run(cases.whole_next_to_copies, how)
+    found = make_ranks("shm", 4).run(cases.whole_next_to_copies, how, own)
     for (one, many), (copy, _) in zip(found, found[2:] + found[:2], strict=True):
         torch.testing.assert_close(many, one)
         torch.testing.assert_close(copy, one)

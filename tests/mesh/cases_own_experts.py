@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import peft
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
+from torch.utils.checkpoint import checkpoint
 
 from moe_rt import Buffer, MoEConfig, MoELayer
 from moe_rt.nn.part import Part
@@ -71,7 +75,11 @@ class Model(nn.Module):
         x = self.before(x)
         topk_weights, topk_idx = self.router(x).softmax(-1).topk(2)
         recv_x, recv_weights, handle = buffer.dispatch(x, topk_idx, topk_weights)
-        return buffer.combine(self.experts(recv_x, handle.offs), recv_weights, handle)
+        return buffer.combine(self.run_experts(recv_x, handle.offs), recv_weights, handle)
+
+    def run_experts(self, x: Tensor, offs: Tensor) -> Tensor:
+        y: Tensor = self.experts(x, offs)
+        return y
 
     def close(self) -> None:
         self.buffers_of_rows[0].close()
@@ -95,8 +103,9 @@ def steps(model: nn.Module, rank: int, world: int, num: int = 3) -> list[float]:
     return seen
 
 
-def trained(group: Any, kind: type[nn.Module]) -> list[float]:
-    model = Model(group, kind)
+def trained(group: Any, kind: type[nn.Module], made: type[Model] = Model, ep: Any = None) -> list[float]:
+    """Return the steps of a model over `group`, whose experts are spread over `ep`, a part of it, if given."""
+    model = made(ep or group, kind)
     rank, world = (0, 1) if group is None else (group.rank(), group.size())
     try:
         return steps(model if world == 1 else DistributedDataParallel(prepare(model)), rank, world)
@@ -187,20 +196,20 @@ def copied(group: Any) -> tuple[list[float], list[float]]:
 
 
 class Adaptable(nn.Module):
-    def __init__(self, group: Any, layout: str) -> None:
+    def __init__(self, group: Any, layout: str, **changes: Any) -> None:
         super().__init__()
         torch.manual_seed(5)
         sizes: Any = dict(hidden=H, intermediate=8, num_experts=E, num_topk=2, num_max_tokens_per_rank=TOKENS)
-        self.before, self.moe = nn.Linear(H, H), MoELayer(MoEConfig(weight_layout=layout, **sizes), group)
+        self.before, self.moe = nn.Linear(H, H), MoELayer(MoEConfig(weight_layout=layout, **sizes, **changes), group)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.moe(self.before(x))[0]
         return out
 
 
-def adapted(group: Any, layout: str, late: bool = False) -> list[float]:
+def adapted(group: Any, layout: str, late: bool = False, has_copies: bool = False) -> list[float]:
     """Train PEFT's adapters on the weights of experts; each rank has those of its experts."""
-    base = Adaptable(group, layout)
+    base = Adaptable(ep_group() if has_copies else group, layout)
     layer = base.moe
     inputs, down = layer.config.weight_names
     lora = peft.LoraConfig(
@@ -234,3 +243,101 @@ def _draw_adapters(model: nn.Module, ids: list[int]) -> None:
         drawn = torch.randn((E if of_experts else 1), r, other, generator=torch.Generator().manual_seed(len(name))) / 4
         drawn = drawn[ids] if of_experts else drawn
         p.copy_(drawn.flatten(0, 1) if first else drawn.permute(2, 1, 0).flatten(1))
+
+
+class Pair(nn.Module):
+    """Two grouped matrices of equal size and a bias, multiplied by an op that compilers keep."""
+
+    def __init__(self, ids: list[int]) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.randn(E, H, H)[ids] / H**0.5) for _ in range(2))
+        self.bias = nn.Parameter(torch.zeros(len(ids), H))
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        x = grouped_linear(x, self.first, offs, self.bias, transposed=True)
+        return grouped_linear(x.relu(), self.second, offs, transposed=True)
+
+
+class Tied(Pair):
+    """Both matrices are one."""
+
+    def __init__(self, ids: list[int]) -> None:
+        super().__init__(ids)
+        self.second = self.first
+
+
+class Checkpointed(Pair):
+    """A pair whose second product is checkpointed in the reentrant way, which runs it again outside of the forward."""
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        x = grouped_linear(x, self.first, offs, self.bias, transposed=True)
+        run = partial(checkpoint, use_reentrant=True)
+        return run(lambda x: grouped_linear(x.relu(), self.second, offs, transposed=True), x)
+
+
+class Parted(nn.ModuleList):
+    """A module without a forward, whose child has one."""
+
+    def __init__(self, ids: list[int]) -> None:
+        super().__init__([Pair(ids)])
+
+
+class Outside(Model):
+    """A model that runs its experts, which are a pair or have one, without their forward."""
+
+    def run_experts(self, x: Tensor, offs: Tensor) -> Tensor:
+        return self.experts[0](x, offs) if isinstance(self.experts, Parted) else Pair.forward(self.experts, x, offs)
+
+
+def ep_group() -> Any:
+    """Return this rank's group of two of four ranks: the other two have copies of its experts."""
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "ep")).get_group("ep")
+
+
+def next_to_copies(group: Any, kind: type[nn.Module], which: list[int]) -> list[dict[str, Tensor]]:
+    """Return gradients of a model's experts: eager on all ranks, and then compiled on some, whose copies are eager."""
+    ep, results = ep_group(), []
+    for ranks in ([], which):
+        wrapped: Any = DistributedDataParallel(prepare(Model(ep, kind)))
+        model = wrapped.module
+        run = torch.compile(model, fullgraph=True, backend="aot_eager") if group.rank() in ranks else model
+        x = torch.randn(TOKENS, H, generator=torch.Generator().manual_seed(group.rank()))
+        run(x).square().mean().backward()
+        results.append({name: p.grad.as_subclass(Tensor) for name, p in model.experts.named_parameters()})
+        model.close()
+    return results
+
+
+def trained_next_to_copies(group: Any, kind: type[nn.Module], made: type[Model] = Model) -> list[float]:
+    """Return the steps of two groups of two ranks with the same experts."""
+    return trained(group, kind, made, ep_group())
+
+
+class LowRank(nn.Module):
+    """Frozen experts, and a trained change of low rank for each, written by hand (LoRA)."""
+
+    def __init__(self, experts: nn.Module, ids: Sequence[int]) -> None:
+        super().__init__()
+        self.experts = experts.requires_grad_(False)
+        first, second = torch.randn(2, E, H, 2, generator=torch.Generator().manual_seed(7)) / 4
+        self.first, self.second = nn.Parameter(first[list(ids)]), nn.Parameter(second[list(ids)])
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        low = grouped_linear(x, self.first, offs, transposed=True)
+        y: Tensor = self.experts(x, offs) + grouped_linear(low, self.second, offs)
+        return y
+
+
+def adapted_by_hand(group: Any, has_copies: bool, how: str) -> list[float]:
+    """Train adapters that are written by hand, around the experts of a layer."""
+    model: Any = Adaptable(ep_group() if has_copies else group, "hf", num_chunks=2 if how == "chunks" else 1)
+    model.moe.experts = LowRank(model.moe.experts, model.moe.expert_ids)
+    rank, world = (0, 1) if group is None else (group.rank(), group.size())
+    try:
+        if world > 1:
+            model = DistributedDataParallel(prepare(model))
+        if how == "compiled":
+            model.compile(backend="aot_eager")
+        return steps(model, rank, world)
+    finally:
+        (model.module if world > 1 else model).moe.buffer.close()

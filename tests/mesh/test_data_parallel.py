@@ -183,7 +183,14 @@ def test_parameters_that_the_user_ignores_stay_ignored(monkeypatch: pytest.Monke
 def test_copies_of_all_layers_share_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[list[int]] = []
     inner: list[Any] = [
-        SimpleNamespace(num_ranks=2, process_group=1, sharded=False, mean=None, mark_parameters=lambda module: None)
+        SimpleNamespace(
+            num_ranks=2,
+            process_group=1,
+            sharded=False,
+            mean=None,
+            mark_parameters=lambda module: None,
+            check_copies=int,
+        )
         for _ in range(3)
     ]
     experts = [("", nn.Linear(1, 1), each) for each in inner]

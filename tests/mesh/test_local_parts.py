@@ -263,8 +263,8 @@ def test_every_leaf_of_the_experts_is_found_back_to_the_dispatch() -> None:
     before, a, b, c, d = (torch.ones(2, requires_grad=True) for _ in range(5))
     constant = torch.ones(2)
     y = (d + constant * a) * (Dispatch.apply(before) * b + constant) + (a * c + constant)
-    assert {id(leaf) for leaf in replicas._leaves(y.grad_fn)} == {id(leaf) for leaf in (a, b, c, d)}
+    assert {id(leaf) for leaf in replicas.leaves(y.grad_fn)} == {id(leaf) for leaf in (a, b, c, d)}
     for first, second in ((a, b), (b, a)):
-        assert len(list(replicas._leaves((constant * first + second * constant).grad_fn))) == 2
-    assert len(list(replicas._leaves((a * a).grad_fn))) == 1
-    assert not list(replicas._leaves(None))
+        assert len(list(replicas.leaves((constant * first + second * constant).grad_fn))) == 2
+    assert len(list(replicas.leaves((a * a).grad_fn))) == 1
+    assert not list(replicas.leaves(None))

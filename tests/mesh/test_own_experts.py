@@ -80,3 +80,66 @@ def test_adapters_that_come_after_prepare_are_refused(make_ranks: MakeRanks) -> 
     for outcome in make_ranks("shm", 2).outcomes(cases.adapted, "hf", True):
         with pytest.raises(InvalidConfig, match=r"expected moe_rt\.parallel\.prepare\(model\)"):
             raise outcome
+
+
+@pytest.mark.parametrize("which", [[0], [0, 3], [0, 1, 2, 3]])
+def test_compiled_ranks_take_means_in_the_order_of_the_others(make_ranks: MakeRanks, which: list[int]) -> None:
+    """Means are collective over copies of the experts: they and exchanges must not wait for each other in a circle."""
+    found = make_ranks("shm", 4).run(cases.next_to_copies, cases.Pair, which)
+    for (eager, mixed), (copy, _) in zip(found, found[2:] + found[:2], strict=True):
+        torch.testing.assert_close(mixed, eager)
+        torch.testing.assert_close(copy, eager)
+
+
+@pytest.mark.parametrize("kind", [cases.Listed, cases.Stacked, cases.Pair, cases.Tied])
+def test_copies_train_as_one_process(make_ranks: MakeRanks, kind: Any) -> None:
+    expected = cases.trained(None, kind)
+    for got in make_ranks("shm", 4).run(cases.trained_next_to_copies, kind):
+        assert got == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", [cases.Parted, cases.Pair])
+def test_without_copies_a_forward_is_not_needed(make_ranks: MakeRanks, kind: Any) -> None:
+    expected = cases.trained(None, kind, cases.Outside)
+    for got in make_ranks("shm", 2).run(cases.trained, kind, cases.Outside):
+        assert got == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (cases.Parted, "own_experts: got a Parted, which has no forward, and copies of these experts"),
+        (cases.Pair, "was used outside of the module's forward"),
+    ],
+)
+def test_copies_without_a_place_for_their_means_are_refused(make_ranks: MakeRanks, kind: Any, message: str) -> None:
+    for outcome in make_ranks("shm", 4).outcomes(cases.trained_next_to_copies, kind, cases.Outside):
+        with pytest.raises(InvalidConfig, match=message):
+            raise outcome
+
+
+def test_a_reentrant_checkpoint_in_the_forward_of_copies_is_refused(make_ranks: MakeRanks) -> None:
+    """It reads the weights again in backward."""
+    for outcome in make_ranks("shm", 4).outcomes(cases.trained_next_to_copies, cases.Checkpointed):
+        with pytest.raises(InvalidConfig, match="was used outside of the module's forward"):
+            raise outcome
+
+
+@pytest.mark.parametrize("how", ["eager", "chunks", "compiled"])
+def test_adapters_by_hand_train_as_in_one_process(make_ranks: MakeRanks, how: str) -> None:
+    """They have weights of their own, whose gradients become means as well."""
+    expected = cases.adapted_by_hand(None, False, "eager")
+    for got in make_ranks("shm", 2).run(cases.adapted_by_hand, False, how):
+        assert got == pytest.approx(expected, rel=1e-4)
+
+
+def test_adapters_by_hand_with_copies_are_refused(make_ranks: MakeRanks) -> None:
+    for outcome in make_ranks("shm", 4).outcomes(cases.adapted_by_hand, True, "eager"):
+        with pytest.raises(InvalidConfig, match=r"experts: got a weight \[2, 16, 2\] of an adapter, and copies"):
+            raise outcome
+
+
+def test_adapters_train_next_to_copies(make_ranks: MakeRanks) -> None:
+    expected = cases.adapted(None, "hf")
+    for got in make_ranks("shm", 4).run(cases.adapted, "hf", False, True):
+        assert got == pytest.approx(expected, rel=1e-4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_rt import Buffer
@@ -124,6 +126,35 @@ def test_a_function_mode_sees_every_op(buffer: Buffer) -> None:
         watched = there_and_back(buffer)
     assert called.names[:2] == OPS[:2]
     assert all(torch.equal(a, b) for a, b in zip(alone, watched, strict=True))
+
+
+@pytest.mark.parametrize("in_halves", [False, True])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_default_device_is_asked_nothing_by_the_engine(
+    buffer: Buffer, monkeypatch: pytest.MonkeyPatch, requires_grad: bool, in_halves: bool
+) -> None:
+    """It is a mode that Python would run for every attribute that the engine reads."""
+    asked: list[str] = []
+    run = DeviceContext.__torch_function__
+
+    def noted(*given: Any, **named: Any) -> Any:
+        asked.append(sys._getframe(1).f_code.co_filename)
+        return run(*given, **named)
+
+    monkeypatch.setattr(DeviceContext, "__torch_function__", noted)
+    x, idx, w = (t.detach() if t.is_floating_point() and not requires_grad else t for t in tokens())
+    with torch.device("meta"):
+        if in_halves:
+            received = buffer.dispatch(x, idx, w, wait=False).wait()
+            out = buffer.combine(*received, wait=False).wait()
+        else:
+            out = buffer.combine(*buffer.dispatch(x, idx, w))
+        if requires_grad:
+            out.backward(torch.ones_like(out))
+        assert torch.empty(1).is_meta
+    assert asked
+    # A second half checks its first input before the call.
+    assert not [file for file in asked if "/moe_rt/engine/" in file and not file.endswith("/checks.py")]
 
 
 def test_fakes_see_every_op(buffer: Buffer, passes: list[str]) -> None:
