@@ -145,7 +145,7 @@ def test_a_proxy_serves_between_the_halves(ranks: NodeRanks, options: dict[str, 
 
 
 def refusal_ends_first(group: Any, wrong: int, late: int) -> list[str]:
-    """Rank `wrong` passes an invalid expert id, then a valid one. Return the errors. One rank waits after all others."""
+    """Rank `wrong` passes an invalid expert id, then not. One rank waits after all others. Return the errors."""
     spec, found = make_spec(group.size(), route="two_level"), []
     with Buffer(group, timeout_s=120.0, **buffer_kwargs(spec)) as buffer:
         for expert in (spec.num_experts if buffer.rank == wrong else 0, 0):
