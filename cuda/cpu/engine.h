@@ -150,6 +150,7 @@ class Engine {
   template <class Fn>
   void with_link(int window, Fn&& fn) const;
   Status fail(Status status);
+  void let_go();
   void reach_remote(Channel& channel);
   void stop_remote();
   void set_stream_from();

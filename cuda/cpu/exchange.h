@@ -188,6 +188,13 @@ inline Engine::Channel* Engine::find_channel(const void* args, Half half) {
   return nullptr;
 }
 
+// Ends the exclusive use of the engine. If another thread has closed it meanwhile, the segments may be unmapped from
+// now on.
+inline void Engine::let_go() {
+  if (load_acquire(closed_)) stop_remote();
+  store_release(busy_, 0u);
+}
+
 // Takes the engine for one call: a whole op in one pass of the lanes, or one half of it. Every failure ends the op.
 template <class Send, class Receive, class Middle>
 Status Engine::run(const void* args, const Call& call, Half half, Send&& send, Receive&& receive, const Status& refusal,
@@ -222,7 +229,7 @@ Status Engine::run(const void* args, const Call& call, Half half, Send&& send, R
       if (remote) config_.network->end_driving();
       op.record = op_record_;
       pending = std::make_unique<Pending>(op);
-      store_release(busy_, 0u);
+      let_go();
       return {};
     }
     if (remote) settle(op);
@@ -232,7 +239,7 @@ Status Engine::run(const void* args, const Call& call, Half half, Send&& send, R
     op_record_.code = status.code;
     record(&OpRecord::end_ns, Clock::now());
   }
-  store_release(busy_, 0u);
+  let_go();
   return status;
 }
 

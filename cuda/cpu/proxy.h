@@ -4,8 +4,8 @@
 // tokens, one row each. In between it passes on their announcements: no rank completes an op before all signals have
 // reached it, so windows need no other acknowledgement than in flat mode (docs/two_level.md).
 //
-// The ranks of an op do so themselves, or between its halves any thread that drives the network. That thread uses no
-// tensor of the caller, who may lose them: only segments, until `stop`, and memory of the Proxy.
+// The lanes of an op do so, or, between its halves, any thread that drives the network. Such a thread uses no tensor of
+// the caller, who may lose the op: only segments, until `stop`, and memory of the Proxy.
 #pragma once
 
 #include <algorithm>
@@ -23,14 +23,14 @@
 
 namespace moe_rt {
 
-// A lane's part of the clients' tokens, whichever ranks it is shared with.
+// A given part of the clients' tokens, for one lane.
 struct Part : Solo {
   Range range;
   explicit Part(const Range& r) : range(r) {}
   Range share(int64_t) const { return range; }
 };
 
-// What a proxy does in one op.
+// Work of a proxy in one op.
 struct Duty {
   int window = 0;
   int32_t* forwards = nullptr;       // in the plan: what is needed of each of the clients' tokens
@@ -136,7 +136,7 @@ class Proxy : public RemoteNetwork {
   // Returns once a duty is done that cannot be taken back.
   Status end(HostIdle& idle) {
     idle.resume();
-    for (go_on(); !has_ended(); go_on()) {
+    while (!ends()) {
       const int late = late_client();
       idle.watch({.peer = late, .announcer = late});
       if (const Code code = idle.pause(); code != Code::kOk) return failed(code, Phase::kGather, late);
@@ -152,7 +152,7 @@ class Proxy : public RemoteNetwork {
   }
   int go_on() override {
     const std::lock_guard lock(mutex_);
-    // Without a duty the engine, and what it refers to, may be gone.
+    // Once `stop` was called, the engine and the segments may be gone.
     if (step_ == Step::kNone || load_relaxed(world_.poison(world_.rank)) != 0) return kNever;
     while (take_step()) {
     }
@@ -177,7 +177,7 @@ class Proxy : public RemoteNetwork {
   }
 
  private:
-  // What is awaited, or done next: kLast passes on.
+  // Next step: what is awaited, or done. kLast passes on.
   enum class Step { kNone, kSignals, kCounts, kLists, kRows, kSums, kLast, kEnd };
 
   int64_t staged(int source) const {
@@ -189,7 +189,10 @@ class Proxy : public RemoteNetwork {
   int32_t* forwards() const { return in_background_ ? own_marks() : duty_.forwards; }
   char* own_row(int64_t i) const { return sums_.start() + i * world_.shape.row_bytes(); }
 
-  bool has_ended() {
+  // Takes steps until something is awaited. True once the duty is done.
+  bool ends() {
+    while (go_on() == 0) {
+    }
     const std::lock_guard lock(mutex_);
     return step_ == Step::kEnd;
   }
