@@ -145,6 +145,14 @@ def test_a_rank_serves_what_it_has_announced(ranks: NodeRanks) -> None:
     assert found == [["ok"] * 2] * len(found)
 
 
+def test_a_forked_child(ranks: NodeRanks) -> None:
+    """It has no thread that serves peers, and its copy of an op under way, of which the parent's thread does a part, is
+    refused."""
+    for of_child, of_parent in ranks.run(cases_halves.fork_between, 2):
+        assert all(line.startswith("GroupClosed: ") for line in of_child.split("\n")), of_child
+        assert of_parent == "ok\nok"
+
+
 @pytest.mark.parametrize("route", ["flat", "two_level"])
 def test_ops_that_are_never_waited_for(ranks: NodeRanks, route: str) -> None:
     """A buffer that is closed meanwhile asks for nothing more, and its memory lasts until all answers have come."""
