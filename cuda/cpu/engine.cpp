@@ -16,8 +16,10 @@ namespace {
 // Background work of every channel's network steps.
 struct AllChannels : Background {
   std::vector<std::shared_ptr<RemoteNetwork>> each;
-  void go_on() override {
-    for (const auto& channel : each) channel->go_on();
+  int go_on() override {
+    int in_ms = kNever;
+    for (const auto& channel : each) in_ms = std::min(in_ms, channel->go_on());
+    return in_ms;
   }
 };
 
@@ -79,6 +81,7 @@ Engine::Engine(EngineConfig config)
 Engine::~Engine() {
   close();
   if (pid_ != getpid()) static_cast<void>(team_.release());  // its threads exist in the parent only
+  if (pid_ == getpid()) stop_remote();                       // a close while another thread was inside an op did not
 }
 
 void Engine::reach_remote(Channel& channel) {
@@ -177,15 +180,14 @@ Status Engine::wait_for(Pending& op, bool direct_only) {
 // decide which of two refusals is raised, and buffer reuse needs all signals.
 Status Engine::wait_all(Pending& op) {
   const Status waited = wait_for(op, false);
-  return waited.ok() ? judge_headers(op.header, false) : waited;
+  return waited.ok() ? judge_headers(op.header) : waited;
 }
 
-// Returns the worst status of all peers, or only of the peers that announce first.
-Status Engine::judge_headers(const Header& ours, bool direct_only) const {
+// Returns the worst status of all peers.
+Status Engine::judge_headers(const Header& ours) const {
   const Kind kind = kind_of(op_of(ours));
   Status worst;
   for (int peer = 0; peer < world_.shape.num_ranks; ++peer) {
-    if (direct_only && !announces_directly(world_, kind, peer)) continue;
     const Status s = check_header(world().mailbox(world_.rank, kind, peer).header[ours.seq & 1], ours, peer);
     if (s.code > worst.code) worst = s;
   }
@@ -268,6 +270,10 @@ Status Engine::health() const {
 
 bool Engine::close() {
   if (pid_ != getpid() || exchange_acquire(closed_, 1u)) return false;
+  // Takes the engine permanently: a later op finds it busy and closed, and touches no segment. Nothing is passed on once
+  // peers know that this rank has closed.
+  const bool taken = exchange_acquire(busy_, 1u) == 0;
+  if (taken) stop_remote();
   for (int peer = 0; peer < world_.shape.num_ranks; ++peer) {
     if (!world_.base[peer]) continue;
     for (const Channel& channel : channels_) {
@@ -276,9 +282,6 @@ bool Engine::close() {
       }
     }
   }
-  // Takes the engine permanently: a later op finds it busy and closed, and touches no segment.
-  const bool taken = exchange_acquire(busy_, 1u) == 0;
-  if (taken) stop_remote();
   if (channels_[0].remote) {
     std::vector<uint64_t> last_seqs;
     for (const Channel& channel : channels_) last_seqs.insert(last_seqs.end(), channel.seq, channel.seq + kNumKinds);

@@ -53,7 +53,8 @@ struct EngineConfig {
 };
 
 // Part of an op that a call runs. As many ops as the buffer's depth may be between their halves. In two levels all ranks
-// must end them in the order in which they began: a proxy passes an op on when it ends it.
+// must end them in the order in which they began: a proxy without a thread that serves peers passes an op on when it ends
+// it.
 enum class Half { kBoth, kFirst, kSecond };
 
 class Engine {
@@ -114,14 +115,15 @@ class Engine {
   struct Channel;
   // Network steps between the two halves of an op; most ops have none.
   static constexpr auto kNothing = [](auto&&...) { return Status{}; };
-  template <class Fetch = decltype(kNothing), class Forward = decltype(kNothing)>
+  static constexpr auto kNoDuty = [](int) { return Duty{}; };
+  template <class Fetch = decltype(kNothing), class DutyOf = decltype(kNoDuty)>
   struct Between {
-    Fetch fetch{};      // (window, header), by one lane: starts to fetch data of unmapped peers
-    Forward forward{};  // (coop, window, idle): serves clients as their proxy
+    Fetch fetch{};     // (window, header), by one lane: starts to fetch data of unmapped peers
+    DutyOf duty_of{};  // (window): returns what this rank does for its clients as their proxy
   };
-  template <class Fetch, class Forward>
-  static Between<Fetch, Forward> between(Fetch fetch, Forward forward) {
-    return {fetch, forward};
+  template <class Fetch, class DutyOf>
+  static Between<Fetch, DutyOf> between(Fetch fetch, DutyOf duty_of) {
+    return {fetch, duty_of};
   }
   template <class Send, class Receive, class Middle = Between<>>
   Status run(const void* args, const Call& call, Half half, Send&& send, Receive&& receive, const Status& refusal = {},
@@ -134,20 +136,21 @@ class Engine {
   bool begin(const Coop& coop, Pending& op, Send&& send, const Middle& middle);
   template <class Coop, class Receive, class Middle>
   void finish(const Coop& coop, Pending& op, Receive&& receive, const Middle& middle);
-  template <class Coop, class Forward>
-  void forward(const Coop& coop, Pending& op, const Forward& forward);
+  template <class Coop, class DutyOf>
+  void forward(const Coop& coop, Pending& op, const DutyOf& duty_of);
   template <class Coop>
   bool fault_continues(const Coop& coop, Point point, Pending& op);
   Status post_all(Pending& op);
   Status wait_for(Pending& op, bool direct_only);
   Status wait_all(Pending& op);
-  Status judge_headers(const Header& ours, bool direct_only) const;
+  Status judge_headers(const Header& ours) const;
   HostIdle idle(Op op, uint64_t number) const;
   void settle(Pending& op);
   uint64_t num_announced(Kind kind, int peer) const;
   template <class Fn>
   void with_link(int window, Fn&& fn) const;
   Status fail(Status status);
+  void let_go();
   void reach_remote(Channel& channel);
   void stop_remote();
   void set_stream_from();

@@ -12,16 +12,6 @@ namespace {
 
 constexpr int64_t kNoFault = -1, kNeverStreamed = INT64_MAX;
 
-// Runs fn on lane 0 only, between the halves of an op.
-template <class Fn>
-auto by_one_lane(Fn fn) {
-  return [fn](const auto& coop, int window, HostIdle& idle) {
-    if (coop.rank() != 0) return Status{};
-    idle.resume();
-    return fn(window, idle);
-  };
-}
-
 }  // namespace
 
 template <class Acc>
@@ -40,8 +30,8 @@ rows::HostScaledRows Engine::scaled_rows(const ScaledArgs& a, int64_t n, int64_t
 }
 
 // Steps of one dispatch, in the order in which they run: send (count, write_lists, publish); over a network fetch, once
-// Engine::begin has announced, or stage, in Engine::forward; receive (index, take, judge_gathered). Every lane calls each
-// step, except where one lane is named.
+// Engine::begin has announced, or what duty returns, in Engine::forward or between the halves; receive (index, take,
+// judge_gathered). Every lane calls each step, except where one lane is named.
 template <class Acc>
 struct Engine::DispatchSteps {
   Engine& engine;
@@ -109,14 +99,18 @@ struct Engine::DispatchSteps {
     publish_rows(coop, w(), window, static_cast<const char*>(a.x), a.num_tokens, rows);
   }
 
-  // One lane runs one of these: starts to fetch the rows of unmapped peers, or stages the rows of clients.
+  static constexpr bool kWide = sizeof(Acc) > sizeof(float);
+  // One lane runs it: starts to fetch the rows of unmapped peers.
   void fetch(int window, const Header& header) const {
-    constexpr bool kWide = sizeof(Acc) > sizeof(float);
     engine.running_->remote_peers->begin(
         w(), {.window = window, .header = header, .row_bytes = encoded_row_bytes(), .wide = kWide});
   }
-  Status stage(int window, HostIdle& idle) const {
-    return engine.running_->proxy->stage<Acc>(w(), window, out.plan.forwards, encoded_row_bytes(), idle);
+  Duty duty(int window) const {
+    return {.window = window,
+            .forwards = out.plan.forwards,
+            .row_bytes = encoded_row_bytes(),
+            .lists = true,
+            .wide = kWide};
   }
   int64_t encoded_row_bytes() const {
     if (a.scaled.code_bytes) return RowParts{a.scaled.code_bytes, a.scaled.scale_bytes}.bytes();
@@ -182,7 +176,7 @@ template <class Acc>
 Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag, Half half) {
   const auto steps = DispatchSteps<Acc>::make(*this, a);
   const auto middle = between([&](int window, const Header& header) { steps.fetch(window, header); },
-                              by_one_lane([&](int window, HostIdle& idle) { return steps.stage(window, idle); }));
+                              [&](int window) { return steps.duty(window); });
   return run(
       &a, call_of(a, tag), half,
       [&](const auto& coop, int window, Header& header) { steps.send(coop, window, header); },
@@ -257,12 +251,14 @@ Status Engine::typed_combine(const CombineArgs& a, uint32_t tag, Half half) {
       reduce_with(Own{world(), window, in, cached, scratch_row(coop.rank())});
     }
   };
-  const auto send_sums = [&](const auto& coop, int window, HostIdle&) {
-    running_->proxy->send_sums(coop, world(), window, plan.forwards, cached, a.grad_recv_weights != nullptr,
-                               scratch_row(coop.rank()));
-    return Status{};
+  const auto duty_of = [&](int window) {
+    const bool scalars = a.grad_recv_weights != nullptr;
+    const auto send_sums = [=, proxy = running_->proxy](const Part& part, const int32_t* forwards, char* sum) {
+      proxy->send_sums(part, window, forwards, cached, scalars, sum);
+    };
+    return Duty{.window = window, .forwards = plan.forwards, .send = send_sums};
   };
-  return run(&a, call_of(a, tag, plan), half, send, receive, {}, between(kNothing, send_sums));
+  return run(&a, call_of(a, tag, plan), half, send, receive, {}, between(kNothing, duty_of));
 }
 
 // The op with Sums::kInvariant, after its plans were judged.
@@ -301,11 +297,13 @@ Status Engine::combine_entries(const CombineArgs& a, const Returned<Acc>& in, ui
     }
   };
   const int64_t bytes = entry_bytes<Acc>(row_ops<Acc>(0, 0, codec).encoded_row_bytes());
-  const auto send_home = [&](const auto& coop, int window, HostIdle&) {
-    running_->proxy->send_entries(coop, world(), window, plan.forwards, bytes);
-    return Status{};
+  const auto duty_of = [&](int window) {
+    const auto send_home = [=, proxy = running_->proxy](const Part& part, const int32_t* forwards, char*) {
+      proxy->send_entries(part, window, forwards, bytes);
+    };
+    return Duty{.window = window, .forwards = plan.forwards, .send = send_home};
   };
-  return run(&a, call_of(a, tag, plan), half, send, receive, {}, between(kNothing, send_home));
+  return run(&a, call_of(a, tag, plan), half, send, receive, {}, between(kNothing, duty_of));
 }
 
 template <class Acc>
@@ -337,9 +335,7 @@ Status Engine::typed_combine_backward(const CombineBackwardArgs& a, uint32_t tag
         running_->remote_peers->begin(world(),
                                       {.window = window, .header = header, .row_bytes = row_bytes, .plan = plan});
       },
-      by_one_lane([&](int window, HostIdle& idle) {
-        return running_->proxy->stage_rows(world(), window, plan.forwards, row_bytes, idle);
-      }));
+      [&](int window) { return Duty{.window = window, .forwards = plan.forwards, .row_bytes = row_bytes}; });
   return run(&a, call_of(a, tag, plan), half, send, receive, {}, middle);
 }
 

@@ -26,9 +26,10 @@ struct Engine::Pending {
   int window;
   Header header;
   Status status;
-  OpRecord record;     // between the halves
-  HostIdle idle;       // for all its waits
-  bool moves = false;  // no rank that announces first has refused
+  OpRecord record;      // between the halves
+  HostIdle idle;        // for all its waits
+  bool moves = false;   // no rank that announces first has refused
+  bool served = false;  // clients are served in the background
 };
 
 template <class Fn>
@@ -76,26 +77,32 @@ bool Engine::begin(const Coop& coop, Pending& op, Send&& send, const Middle& mid
 
 // Serves this rank's clients as soon as the ranks that take part have announced: the ranks of its node, and the
 // clients. Their announcements are passed on whatever they contain, refusals included, since no other rank sends them.
-template <class Coop, class Forward>
-void Engine::forward(const Coop& coop, Pending& op, const Forward& forward) {
+// All that is left to do if this has begun between the halves is to wait for its end.
+template <class Coop, class DutyOf>
+void Engine::forward(const Coop& coop, Pending& op, const DutyOf& duty_of) {
+  Proxy& proxy = *running_->proxy;
+  if (op.served) {
+    if (coop.rank() == 0 && op.status.ok()) op.status = proxy.end(op.idle);
+    return;
+  }
   if (coop.rank() == 0 && op.status.ok()) {
     op.status = wait_for(op, true);
-    op.moves = op.status.ok() && op.header.status == Code::kOk && judge_headers(op.header, true).ok();
+    op.moves = op.status.ok() && proxy.all_agree(op.header);
   }
   coop.sync();
-  const Status s = op.moves ? forward(coop, op.window, op.idle) : Status{};
+  const Status s = op.moves ? proxy.serve(coop, duty_of(op.window), scratch_row(coop.rank()), op.idle) : Status{};
   if (!fault_continues(coop, Point::kBeforePassingOn, op)) return;
   coop.sync();
   if (coop.rank() != 0 || !op.status.ok()) return;
   op.status = s;
-  if (s.ok()) running_->proxy->pass_on(world(), op.header);
+  if (s.ok()) proxy.pass_on(op.header);
 }
 
 // `receive(coop, op, status)` reads peers' windows and may report a failure; it does not run if the wait
 // failed.
 template <class Coop, class Receive, class Middle>
 void Engine::finish(const Coop& coop, Pending& op, Receive&& receive, const Middle& middle) {
-  if (running_->proxy) forward(coop, op, middle.forward);
+  if (running_->proxy) forward(coop, op, middle.duty_of);
   if (coop.rank() == 0) {
     if (op.status.ok()) op.status = wait_all(op);
     if (running_->remote_peers && op.status.ok() && kind_of(op.call.op) == Kind::kDispatch) {
@@ -181,6 +188,13 @@ inline Engine::Channel* Engine::find_channel(const void* args, Half half) {
   return nullptr;
 }
 
+// Ends the exclusive use of the engine. If another thread has closed it meanwhile, the segments may be unmapped from
+// now on.
+inline void Engine::let_go() {
+  if (load_acquire(closed_)) stop_remote();
+  store_release(busy_, 0u);
+}
+
 // Takes the engine for one call: a whole op in one pass of the lanes, or one half of it. Every failure ends the op.
 template <class Send, class Receive, class Middle>
 Status Engine::run(const void* args, const Call& call, Half half, Send&& send, Receive&& receive, const Status& refusal,
@@ -201,16 +215,21 @@ Status Engine::run(const void* args, const Call& call, Half half, Send&& send, R
     if (half == Half::kSecond) {
       op_record_ = op.record;
       if (remote) config_.network->begin_driving();
+      op.served = running_->proxy && !running_->proxy->take_back();
     }
     run_lanes([&](const auto& coop) {
       if (half != Half::kSecond && !begin(coop, op, send, middle)) return;
       if (half != Half::kFirst) finish(coop, op, receive, middle);
     });
     if (half == Half::kFirst && op.status.ok()) {
+      if (running_->proxy && op.fault_point != Point::kBeforePassingOn) {
+        running_->proxy->take_on(middle.duty_of(op.window), op.header);
+        config_.network->wake();
+      }
       if (remote) config_.network->end_driving();
       op.record = op_record_;
       pending = std::make_unique<Pending>(op);
-      store_release(busy_, 0u);
+      let_go();
       return {};
     }
     if (remote) settle(op);
@@ -220,7 +239,7 @@ Status Engine::run(const void* args, const Call& call, Half half, Send&& send, R
     op_record_.code = status.code;
     record(&OpRecord::end_ns, Clock::now());
   }
-  store_release(busy_, 0u);
+  let_go();
   return status;
 }
 

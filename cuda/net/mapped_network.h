@@ -39,6 +39,7 @@ class MappedNetwork : public Network {
   void drive() override {}
   void begin_driving() override {}
   void end_driving() override {}
+  void wake() override {}
   void keep(std::shared_ptr<Background>, const char*) override {}
   void leave(const std::vector<uint64_t>&) override {
     const auto num_ranks = static_cast<int>(segments_.size());

@@ -4,6 +4,7 @@
 // over mapped memory, and tests/protocol has another. Offsets are in the peer's segment.
 #pragma once
 
+#include <climits>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -16,7 +17,9 @@ namespace moe_rt {
 class Background {
  public:
   virtual ~Background() = default;
-  virtual void go_on() = 0;
+  // Returns after how many ms it wants to go on at the latest, if no event of the network comes first.
+  virtual int go_on() = 0;
+  static constexpr int kNever = INT_MAX;
 };
 
 // Any thread may call it. Memory passed to `get` and `put` must stay unchanged until a flush of that peer has ended. No
@@ -48,6 +51,8 @@ class Network {
   // in between.
   virtual void begin_driving() = 0;
   virtual void end_driving() = 0;
+  // The background has something new to do: the thread goes on with it, although it sleeps.
+  virtual void wake() = 0;
 
   // Memory that `get` writes and `put` reads is part of `background`, or of this rank's segment, which the caller has
   // mapped at `segment`. The network keeps either alive while requests may be pending, whatever the caller unmaps.

@@ -76,7 +76,7 @@ class RemoteNetwork : public Background {
     return {};
   }
 
-  void go_on() override {}
+  int go_on() override { return kNever; }
   // Forgets what goes on in the background. Afterwards nothing but a request that is pending refers to the op.
   virtual void stop() {}
 

@@ -78,12 +78,13 @@ class RemotePeers : public RemoteNetwork {
     const std::lock_guard lock(mutex_);
     steps_.clear();
   }
-  void go_on() override {
+  int go_on() override {
     const std::lock_guard lock(mutex_);
     for (size_t i = 0; i < steps_.size(); ++i) {
       while (take_step(ranks()[i], steps_[i])) {
       }
     }
+    return kNever;
   }
 
  private:

@@ -51,6 +51,7 @@ bool UcxNetwork::lost(int peer) const { return worker_->peer(peer).lost(); }
 void UcxNetwork::drive() { worker_->drive(); }
 void UcxNetwork::begin_driving() { worker_->set_driven(true); }
 void UcxNetwork::end_driving() { worker_->set_driven(false); }
+void UcxNetwork::wake() { worker_->wake(); }
 void UcxNetwork::keep(std::shared_ptr<Background> background, const char* segment) {
   worker_->keep(std::move(background), segment);
 }

@@ -45,6 +45,7 @@ class UcxNetwork final : public Network {
   void drive() override;
   void begin_driving() override;
   void end_driving() override;
+  void wake() override;
   void keep(std::shared_ptr<Background> memory, const char* segment) override;
   void leave(const std::vector<uint64_t>& last_seqs) override;
 

@@ -102,6 +102,10 @@ class UcxWorker {
     driven_ = driven;
     if (!driven) changed_.notify_one();
   }
+  void wake() {
+    const std::lock_guard lock(mutex_);
+    wake_up();
+  }
 
   // The thread ends once no peer reads this segment any more.
   void leave(const std::vector<uint64_t>& last_seqs) {
@@ -221,11 +225,11 @@ class UcxWorker {
         const bool idle = api_.worker_progress(worker_) == 0;
         const std::shared_ptr<Background> kept = kept_;
         lock.unlock();
-        if (kept) kept->go_on();
+        const int wanted_ms = kept ? kept->go_on() : Background::kNever;
         lock.lock();
-        const bool sleeps = idle && api_.worker_arm(worker_) != ucx::kBusy;
+        const int timeout_ms = std::min(wanted_ms, leaving_ ? kPollLeavingMs : kPollMs);
+        const bool sleeps = idle && timeout_ms > 0 && api_.worker_arm(worker_) != ucx::kBusy;
         pollfd events{descriptor_, POLLIN, 0};
-        const int timeout_ms = leaving_ ? kPollLeavingMs : kPollMs;
         lock.unlock();
         if (sleeps) poll(&events, 1, timeout_ms);
         lock.lock();

@@ -155,7 +155,7 @@ def choose_route(spec: BufferSpec, backend: Backend) -> BufferSpec:
         expect(topology.is_inside(hosts), "route", f'"two_level" with nodes {topology}', expected)
     elif asked:
         expect(fits, "route", f'"two_level" with nodes {topology}', f"nodes that are hosts, {hosts}")
-    # Two levels of one rank per node move the same bytes, and their proxies move none between the halves of an op.
+    # Two levels of one rank per node move the same bytes.
     gains = topology.num_nodes > 1 if asked or backend.gpu is not None else topology.shares_nodes
     two_level = (asked or fits) and gains
     return replace(spec, route="two_level" if two_level else "flat", topology=topology)

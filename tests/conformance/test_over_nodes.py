@@ -3,6 +3,7 @@ route."""
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -15,15 +16,15 @@ from conformance import cases_scaled_rows
 from conformance.cases_equal_bits import make_batch, one_rank, splits
 from nodes.node_ranks import NodeRanks
 from support.ranks import ThreadRanks
-from support.rounds import chain, full_round, rounds_in_a_row
-from support.routing import make_spec
+from support.rounds import chain, full_round, outcome, rounds_in_a_row
+from support.routing import buffer_kwargs, make_spec
 from test_conformance import tokens_for
-from test_depth import random_chain
+from test_depth import STEPS, Batch, random_chain
 from torch.distributed.device_mesh import init_device_mesh
 
 from moe_rt import Buffer
 from moe_rt.buffer.pending import Pending
-from moe_rt.errors import InvalidConfig
+from moe_rt.errors import InvalidConfig, InvalidRouting
 from moe_rt.lab.testing.rounds import check_bits
 from moe_rt.ops import table as ops
 
@@ -31,6 +32,7 @@ LAYOUTS = {"2x2": (2, 2), "3x1": (1, 1, 1), "1+2": (1, 2)}
 # tests/faults/test_remote_failures.py also uses these nodes.
 FEW_LAYOUTS = ("2x2", "3x1", pytest.param("1+2", marks=pytest.mark.sweep))
 PAIRS, MANY_PAIRS = 150, 2000
+TO_NEAREST, UPWARD = 0, 0x800  # <fenv.h> of x86-64
 
 
 @pytest.fixture(scope="module", params=FEW_LAYOUTS)
@@ -102,6 +104,65 @@ def bytes_received() -> int:
 def test_rows_come_between_the_halves(ranks: NodeRanks, op: str) -> None:
     """The thread that serves peers asks for rows, or sends them, while the rank computes."""
     assert ranks.run(rows_between_the_halves, op) == [True] * ranks.size
+
+
+def others_end_first(group: Any, late: int, rounding: int, options: dict[str, Any]) -> int:
+    """Run the four ops whole, then such that one rank waits for each only when all others have ended it. Return the
+    number of bits that differ."""
+    spec = make_spec(group.size(), hidden=512, num_topk=5, route="two_level", **options)
+    with Buffer(group, timeout_s=120.0, **buffer_kwargs(spec)) as buffer:
+        assert ctypes.CDLL("libm.so.6").fesetround(rounding) == 0  # not of the buffer's threads
+        whole, halves = (Batch(buffer, 1) for _ in range(2))
+        for _ in STEPS:
+            whole.run()
+        for _ in STEPS:
+            if buffer.rank == late:
+                halves.begin()
+                group.barrier().wait()
+                halves.wait()
+            else:
+                halves.run()
+                group.barrier().wait()
+        pairs = zip(whole.values(), halves.values(), strict=True)
+        assert ctypes.CDLL("libm.so.6").fesetround(TO_NEAREST) == 0
+        return sum(int((a.view(torch.uint8) != b.view(torch.uint8)).sum()) for a, b in pairs)
+
+
+LATE_RANKS = [
+    ({}, TO_NEAREST),
+    ({"sums": "invariant"}, TO_NEAREST),
+    ({"dtype": torch.float64}, TO_NEAREST),
+    ({"dtype": torch.bfloat16, "dispatch_dtype": torch.int8, "combine_dtype": torch.float8_e4m3fn}, TO_NEAREST),
+    ({}, UPWARD),  # sums are rounded as the caller's are
+]
+
+
+@pytest.mark.parametrize(("options", "rounding"), LATE_RANKS, ids=["raw", "invariant", "fp64", "coded", "upward"])
+def test_a_proxy_serves_between_the_halves(ranks: NodeRanks, options: dict[str, Any], rounding: int) -> None:
+    """A rank that has begun an op delays none of its clients: they end the op before it waits, with the same bits."""
+    for late in (0, ranks.size - 1):
+        assert ranks.run(others_end_first, late, rounding, options) == [0] * ranks.size
+
+
+def refusal_ends_first(group: Any, wrong: int, late: int) -> list[str]:
+    """Rank `wrong` passes an invalid expert id, then not. One rank waits after all others. Return the errors."""
+    spec, found = make_spec(group.size(), route="two_level"), []
+    with Buffer(group, timeout_s=120.0, **buffer_kwargs(spec)) as buffer:
+        for expert in (spec.num_experts if buffer.rank == wrong else 0, 0):
+            idx = torch.full((4, spec.num_topk), -1)
+            idx[:, 0] = expert
+            pending = buffer.dispatch(torch.ones(4, spec.hidden), idx, torch.ones(idx.shape), wait=False)
+            if buffer.rank == late:
+                group.barrier().wait()
+            found.append(outcome(pending.wait)[0])
+            if buffer.rank != late:
+                group.barrier().wait()
+    return found
+
+
+def test_a_refusal_is_passed_on_between_the_halves(ranks: NodeRanks) -> None:
+    for wrong, late in ((0, ranks.size - 1), (ranks.size - 1, 0)):
+        assert ranks.run(refusal_ends_first, wrong, late) == [[InvalidRouting.__name__, ""]] * ranks.size
 
 
 @pytest.mark.parametrize("kind", ["topk", "one_expert"])

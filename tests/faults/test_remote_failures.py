@@ -118,9 +118,12 @@ def test_a_node_that_dies(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("route", ["flat", "two_level"])
-@pytest.mark.parametrize(("fault", "error"), [("dies", "PeerDead"), ("closes", "GroupClosed")])
+@pytest.mark.parametrize(
+    ("fault", "error"), [("dies", "PeerDead"), ("closes", "GroupClosed"), ("aborts", "GroupPoisoned")]
+)
 def test_a_rank_that_fails_between_the_halves(ranks: NodeRanks, route: str, fault: str, error: str) -> None:
-    """The thread that serves peers fetches from it meanwhile, or has asked it for rows already."""
+    """The thread that serves peers fetches from it meanwhile, or has asked it for rows already. The rank is a proxy and
+    a client."""
     outcomes = ranks.outcomes(partial(cases_halves.between, route=route), fault)
     ranks.restart()
     failed = outcomes.pop(cases_halves.FAULTY_RANK)
@@ -142,6 +145,15 @@ def test_a_rank_serves_what_it_has_announced(ranks: NodeRanks) -> None:
     assert found == [["ok"] * 2] * len(found)
 
 
-def test_ops_that_are_never_waited_for(ranks: NodeRanks) -> None:
+def test_a_forked_child(ranks: NodeRanks) -> None:
+    """It has no thread that serves peers, and its copy of an op under way, of which the parent's thread does a part, is
+    refused."""
+    for of_child, of_parent in ranks.run(cases_halves.fork_between, 2):
+        assert all(line.startswith("GroupClosed: ") for line in of_child.split("\n")), of_child
+        assert of_parent == "ok\nok"
+
+
+@pytest.mark.parametrize("route", ["flat", "two_level"])
+def test_ops_that_are_never_waited_for(ranks: NodeRanks, route: str) -> None:
     """A buffer that is closed meanwhile asks for nothing more, and its memory lasts until all answers have come."""
-    ranks.run(partial(cases_halves.lost_buffers, route="flat"), 20)
+    ranks.run(partial(cases_halves.lost_buffers, route=route), 20, 2)

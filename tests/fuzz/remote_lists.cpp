@@ -53,6 +53,7 @@ struct Copying final : Network {
   void drive() override { kept->go_on(); }
   void begin_driving() override {}
   void end_driving() override {}
+  void wake() override {}
   void keep(std::shared_ptr<Background>, const char*) override {}
   void leave(const std::vector<uint64_t>&) override {}
 };
@@ -230,7 +231,8 @@ void clients() {
     w.mirror = proxy.lists();
     HostIdle idle{w, Op::kDispatch, 0, kNoSeq, 10.0, true, nullptr};
     std::vector<int32_t> forwards(2 * kTokens);
-    const Status status = proxy.stage<float>(w, kWindow, forwards.data(), 4, idle);
+    const Duty duty{.window = kWindow, .forwards = forwards.data(), .row_bytes = 4, .lists = true};
+    const Status status = proxy.serve(Solo{}, duty, nullptr, idle);
     if (peer == kMe) {
       expect(status.ok(), "lists as they were written are refused", peer);
     } else {

@@ -207,6 +207,14 @@ REFUTED_DEPTH = [
     ("N=2 OPS=12 RUN=12 DEPTH=3 FEWER", "tokens_overwritten"),
 ]
 
+HOLDS_DEPTH_NODES = ["OPS=6", "OPS=5 DEPTH=3", "OPS=6 SERVED=1", "OPS=4 SERVED=9", "OPS=4 DEPTH=3 SERVED=1"]
+LONGER_DEPTH_NODES = ["OPS=6 ANY_ORDER", "OPS=2 SERVED=15", "OPS=5 DEPTH=3 SERVED=1", "OPS=4 ANY_ORDER SERVED=5"]
+REFUTED_DEPTH_NODES = [
+    ("OPS=2 ANY_END", DEADLOCK),
+    ("OPS=3 SERVED=1 UNBEGUN", "staging_overwritten"),
+    ("OPS=3 SERVED=1 UNLOCKED", "staging_overwritten"),
+]
+
 REFUTED_SURVIVORS = [
     ("NO_DECISION", "two_groups"),
     ("NO_TIMEOUT", DEADLOCK),
@@ -266,8 +274,8 @@ def check(directory: Path, setting: str, model: str) -> Verdict:
         *(pytest.param(s, "two_level.pml", marks=pytest.mark.sweep) for s in LONGER_TWO_LEVEL),
         *((s, "depth.pml") for s in HOLDS_DEPTH),
         *(pytest.param(s, "depth.pml", marks=pytest.mark.sweep) for s in LONGER_DEPTH),
-        *((s, "depth_nodes.pml") for s in ("OPS=6", "OPS=5 DEPTH=3")),
-        pytest.param("OPS=6 ANY_ORDER", "depth_nodes.pml", marks=pytest.mark.sweep),
+        *((s, "depth_nodes.pml") for s in HOLDS_DEPTH_NODES),
+        *(pytest.param(s, "depth_nodes.pml", marks=pytest.mark.sweep) for s in LONGER_DEPTH_NODES),
         ("", "survivors.pml"),
     ],
 )
@@ -285,7 +293,7 @@ def test_model_holds(setting: str, model: str, tmp_path: Path) -> None:
         *(pytest.param(*refuted, "protocol.pml", marks=pytest.mark.sweep) for refuted in REFUTED_WITH_THREE),
         *((*refuted, "two_level.pml") for refuted in REFUTED_TWO_LEVEL),
         *((*refuted, "depth.pml") for refuted in REFUTED_DEPTH),
-        ("OPS=2 ANY_END", DEADLOCK, "depth_nodes.pml"),
+        *((*refuted, "depth_nodes.pml") for refuted in REFUTED_DEPTH_NODES),
         *((*refuted, "survivors.pml") for refuted in REFUTED_SURVIVORS),
     ],
 )

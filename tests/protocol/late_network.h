@@ -67,6 +67,7 @@ class LateNetwork final : public Network {
   }
   void begin_driving() override { store_release(driven_, 1u); }
   void end_driving() override { store_release(driven_, 0u); }
+  void wake() override {}
   void keep(std::shared_ptr<Background> background, const char*) override {
     kept_ = std::move(background);
     thread_ = std::thread([this] {

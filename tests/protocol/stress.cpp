@@ -1,6 +1,9 @@
 // Free-running chains of dispatch, combine and both backwards between ranks that are threads, each with a team of
 // lanes, or, with MOE_RT_EMULATED_GPU, a GPU of blocks and lanes.
 //
+// In runs with a late rank, one rank at a time ends its op after all others have: they need what its network's thread
+// does while it computes.
+//
 // Built with ThreadSanitizer by test_races.py: ranks share one mapping, so a missing order shows as a data race. Every
 // output is checked, so that a window reused too early shows even if the detector misses it. Exits with 0 if all is
 // right.
@@ -24,7 +27,9 @@ using namespace moe_rt;
 namespace {
 
 constexpr int kHidden = 24, kTopk = 3, kExperts = 8;
-int most_tokens = 9;        // per rank; set before any rank exists
+int most_tokens = 9;  // per rank; set before any rank exists
+bool one_is_late = false;
+uint64_t num_ended = 0;     // ops that all ranks have ended, if one is late
 constexpr int kScales = 4;  // scales per row, if any; its bytes are then codes
 
 #if defined(MOE_RT_EMULATED_GPU)
@@ -85,7 +90,7 @@ void expect_ok(const Status& s, const char* op, int rank, int round) {
 
 // Ops of one rank that are under way, in the order in which they end.
 struct UnderWay {
-  int depth, count = 0;
+  int depth, num_ranks, count = 0;
   std::deque<std::function<void()>> ends{};
 
   void end_first() {
@@ -173,6 +178,10 @@ struct Microbatch {
   void run(const char* what, const Op& op, const std::function<void()>& then = [] {}) {
     while (begun) under_way->end_first();
 #if !defined(MOE_RT_EMULATED_GPU)
+    if (one_is_late) {
+      run_with_a_late_rank(what, op);
+      return then();
+    }
     if ((rank + round) % 2 == 0 && ++under_way->count % 4 != 0) {
       if (int(under_way->ends.size()) == under_way->depth) under_way->end_first();
       expect_ok(op(Half::kFirst), what, rank, round);
@@ -190,6 +199,23 @@ struct Microbatch {
     expect_ok(op(), what, rank, round);
     then();
   }
+#if !defined(MOE_RT_EMULATED_GPU)
+  // Ranks take turns in being late: the late one begins an op, and ends it once all others have.
+  template <class Op>
+  void run_with_a_late_rank(const char* what, const Op& op) {
+    const auto num_ranks = static_cast<uint64_t>(under_way->num_ranks), number = uint64_t(under_way->count++);
+    const bool late = number / 4 % num_ranks == static_cast<uint64_t>(rank);
+    expect_ok(op(Half::kFirst), what, rank, round);
+    const uint64_t others = number * num_ranks + num_ranks - 1;
+    const auto until = std::chrono::steady_clock::now() + std::chrono::minutes(5);
+    while (late && load_acquire(num_ended) < others) {
+      expect(std::chrono::steady_clock::now() < until, "others wait for a rank that has begun", rank, round);
+      std::this_thread::sleep_for(std::chrono::microseconds(20));
+    }
+    expect_ok(op(Half::kSecond), what, rank, round);
+    fetch_add_acq_rel(num_ended, uint64_t{1});
+  }
+#endif
   void check() const {
     for (int token = 0; token < num_tokens; ++token) {
       const int64_t* idx = &t.idx[token * kTopk];
@@ -217,7 +243,7 @@ struct Microbatch {
 // Rounds have one, two or three microbatches in flight. In D C D C a window is written again once the combine has
 // acknowledged it; in D D C C and D D D C C C windows take turns.
 void run_rank(Rank& engine, const Shape& shape, int rank, int rounds, Tensors tensors, int num_local) {
-  UnderWay under_way{shape.depth};
+  UnderWay under_way{shape.depth, shape.num_ranks};
   std::vector<Microbatch> batches(3, {std::move(tensors), rank, 0, 0, &under_way});
   std::mt19937 random(1234u + static_cast<unsigned>(rank));
   for (int round = 0; round < rounds; ++round) {
@@ -265,6 +291,7 @@ struct Run {
     if (argc > 8) most_tokens = std::atoi(argv[8]);
     for (int r = 0; r < num_ranks && is(9, "two_level"); ++r) node_of.push_back(r % num_nodes);
     if (argc > 10) depth = std::atoi(argv[10]);
+    one_is_late = is(11, "late");
   }
 
   Shape shape() const {

@@ -23,6 +23,13 @@ OPS_UNDER_WAY = [
     ("5", "2", "1", "experts", "2", "two_level", "2"),
     ("3", "1", "1", "invariant", "3", "two_level", "2"),
 ]
+# Ranks, lanes, rows, nodes and tokens of runs in two levels in which a rank at a time ends its op after all others.
+ONE_IS_LATE = [
+    ("4", "2", "experts", "2", MOST_TOKENS),
+    ("5", "1", "tokens", "2", MOST_TOKENS),
+    ("4", "1", "invariant", "2", MOST_TOKENS),
+    ("3", "2", "experts", "3", "150"),
+]
 
 GPU = "-DMOE_RT_EMULATED_GPU"  # lanes then belong to a block, and every launch has several blocks
 NETWORK = [GPU, "-DMOE_RT_EMULATED_NETWORK"]  # no peer is mapped
@@ -87,6 +94,18 @@ def test_sequence_numbers_compared_plainly_fail() -> None:
     program = compile_stress("thread", [])
     outcomes = [run(program, RANKS, LANES, FEW_ROUNDS, first, weakened="wrap") for first in NEAR_A_WRAP]
     assert [outcome.returncode == 0 for outcome in outcomes] == [True, False]
+
+
+@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
+@pytest.mark.parametrize(("ranks", "lanes", "rows", "nodes", "tokens"), ONE_IS_LATE)
+def test_a_late_rank_serves_its_clients(
+    sanitizer: str, ranks: str, lanes: str, rows: str, nodes: str, tokens: str
+) -> None:
+    """Its network's thread stages, adds up and passes on what the other ranks need to end the op before it does."""
+    program = compile_stress(sanitizer, [])
+    result = run(program, ranks, lanes, FEW_ROUNDS, "1", rows, "", nodes, tokens, "two_level", "1", "late")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "WARNING" not in result.stderr
 
 
 @pytest.mark.parametrize(

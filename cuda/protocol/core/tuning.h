@@ -58,6 +58,12 @@ inline constexpr int kDozeAfterMs = 5;
 inline constexpr long kNapNs = 50'000;
 // Time between two looks at the peer's process, which read a file, and between two at this process's signals.
 inline constexpr int kLookAtProcessUs = 500, kLookForSignalsMs = 100;
+// Time in ms between two looks of the thread that serves peers at the neighbours' announcements, which wake no thread: a
+// look takes a few us of a core that may compute.
+inline constexpr int kLookAtNeighboursMs = 1;
+// Clients' tokens for which this thread adds up rows between two looks at the network: by estimate 0.1 ms for rows of 14
+// KiB, while peers' requests wait.
+inline constexpr int64_t kTokensAtOnce = 64;
 
 // --- CPU: rows and caches ---
 
