@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from moe_rt.elastic import ElasticGroup
-from moe_rt.errors import RankExcluded, StoreLost
+from moe_rt.errors import MissingPackage, RankExcluded, StoreLost
 from moe_rt.train import TrainConfig, train
 
 
@@ -27,7 +27,7 @@ def rank_main(rank, store, config):
                 members.survivors()  # the default process group now has the remaining ranks
                 config = replace(config, resume=True)
             return train(config)
-        except (RankExcluded, StoreLost):
+        except (RankExcluded, StoreLost, MissingPackage):
             raise  # nothing is left to continue with
         except RuntimeError as error:  # PeerDead, GroupPoisoned, ... from moe_rt, or the same news from gloo
             print(f"rank {rank}: {type(error).__name__}", flush=True)

@@ -62,6 +62,12 @@ def test_a_program_beside_python_is_found_and_one_that_cannot_run_is_named(tmp_p
         assert "Traceback" not in done.stderr
 
 
+def test_an_option_that_does_not_exist_is_no_program() -> None:
+    done = run(*ON_CPU, "--rank", "2", "--", sys.executable, "-c", "print(5)", status=2)
+    assert "No such option '--rank'" in done.stderr
+    assert "--ranks" in done.stderr
+
+
 def test_an_installed_deep_ep_is_left_alone_and_said(tmp_path: Path) -> None:
     (tmp_path / "deep_ep.py").write_text("Buffer = 'real'\n")
     done = run(*ON_CPU, "--", sys.executable, "-c", "import deep_ep; print(deep_ep.Buffer)", PYTHONPATH=str(tmp_path))

@@ -27,6 +27,8 @@ def on_cpu(ranks: int | None, command: tuple[str, ...]) -> None:
     `import deep_ep` finds moe_rt.compat.deep_ep unless another is installed. Triton kernels and CUDA graphs are
     refused by name. docs/howto/deepep.md has the rest.
     """
+    if command[0].startswith("-"):
+        raise click.NoSuchOption(command[0], possibilities=["--ranks"])
     command = (_program(command[0]), *command[1:])
     variables = environment(max(ranks or 0, DEFAULT_DEVICES))
     click.echo(f"moe-rt on-cpu: cuda is the CPU, nccl is gloo, deep_ep is {which_deep_ep()}", err=True)
