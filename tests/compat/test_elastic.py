@@ -243,6 +243,9 @@ PAIR = make_job(2, [20, 20], HIDDEN, 3, 4)
 DISPATCHES: dict[str, tuple[dict[str, Any], str, type[MoeRtError]]] = {
     "float32 rows": ({"x": torch.zeros(20, HIDDEN)}, "x: got", InvalidInput),
     "fewer ids": ({"topk_idx": PAIR.topk_idx[1][:3]}, "topk_idx: got", InvalidInput),
+    "ids of one dimension": (
+        {"topk_idx": PAIR.topk_idx[1][:, 0]}, "expected contiguous torch.int64 [20, K] on cpu", InvalidInput,
+    ),
     "int32 ids": ({"topk_idx": PAIR.topk_idx[1].int()}, "topk_idx: got", InvalidInput),
     "double weights": ({"topk_weights": PAIR.topk_weights[1].double()}, "topk_weights: got", InvalidInput),
     "an expert twice": ({"topk_idx": torch.zeros(20, 3, dtype=torch.int64)}, "expert twice", MoeRtError),
