@@ -16,6 +16,7 @@ from compat.test_normal import BYTES, dispatch, layout_arguments, on_ranks
 from moe_rt import ThreadGroup
 from moe_rt.compat import deep_ep
 from moe_rt.compat.deep_ep.config import low_latency_bytes
+from moe_rt.compat.deep_ep.exchange import Exchange
 from moe_rt.errors import (
     CallOrderMismatch,
     ConfigMismatch,
@@ -334,6 +335,32 @@ def test_wrong_operands_of_low_latency_combine(what: str) -> None:
         buffer.low_latency_combine(**(arguments | ({what: changes[what]} if rank == WRONG else {})))
 
     assert_named(raised(work), f"{what}: got")
+
+
+@pytest.mark.parametrize("elastic", [False, True], ids=["normal", "elastic"])
+def test_a_combine_is_refused_where_its_sums_return(elastic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers wait in the dispatch of sums, so the error must be announced in the buffer of that dispatch."""
+    group = ThreadGroup.make(1)[0]
+    job = make_job(1, [20], 128, 3, 4)
+    refused: list[Any] = []
+
+    def refuse(exchange: Exchange, rows: Any, error: MoeRtError, *given: Any) -> None:
+        refused.append(exchange._buffers[rows].spec.hidden)
+        raise error
+
+    monkeypatch.setattr(Exchange, "refuse", refuse)
+    buffer: Any
+    if elastic:
+        buffer = deep_ep.ElasticBuffer(group, num_max_tokens_per_rank=20, hidden=128, num_topk=3)
+        routing = job.topk_idx[0], job.topk_weights[0]
+        recv_x, _, _, handle, _ = buffer.dispatch(job.x[0], *routing, num_experts=4)
+    else:
+        buffer = deep_ep.Buffer(group, BYTES, timeout_s=60)
+        recv_x, _, _, _, handle, _ = dispatch(buffer, job, 0)
+    buffer.combine(recv_x, handle, bias=job.x[0])
+    with pytest.raises(InvalidInput, match="x: got"):
+        buffer.combine(recv_x.float(), handle, bias=job.x[0])
+    assert refused == [128]
 
 
 def test_low_latency_memory_and_mode() -> None:
