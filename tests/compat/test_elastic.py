@@ -236,6 +236,9 @@ def test_a_barrier_and_hints() -> None:
     on_ranks(job, work)
     group = ThreadGroup.make(8)[0]
     assert deep_ep.ElasticBuffer.get_buffer_size_hint(group, 4096, 7168, 8) == 8 * 4096 * (14336 + 128)
+    pair, sizes = ThreadGroup.make(2)[0], (4096, 7168, 8)
+    every_entry = deep_ep.ElasticBuffer.get_buffer_size_hint(pair, *sizes, allow_multiple_reduction=False)
+    assert every_entry == 8 * 4096 * 14336 + (2 << 20)
 
 
 WRONG = 1  # the rank that calls wrongly

@@ -258,3 +258,19 @@ def test_a_changed_module_keeps_its_loader(tmp_path: Path) -> None:
     spec.loader.exec_module(module)
     assert (seen, module.number) == ([module], 3)
     assert inspect.getsource(module) == spec.loader.get_source("changed") == path.read_text()  # type: ignore[attr-defined]
+
+
+def test_deep_ep_keeps_its_own_name_and_spec() -> None:
+    """An import under another name gives the same module, whose spec stays that of moe_rt."""
+    spec = hooks._alias("deep_ep")
+    assert spec is not None
+    assert spec.loader is not None
+    module = spec.loader.create_module(spec)
+    assert module is not None
+    own = module.__spec__
+    try:
+        module.__spec__ = spec  # as an import does
+        spec.loader.exec_module(module)
+        assert module.__spec__ is own is not spec
+    finally:
+        module.__spec__ = own

@@ -1,4 +1,4 @@
-"""What a rank of moe-rt chaos notes on the board, and what those who wait for it see."""
+"""Ranks of moe-rt chaos note their steps on the board, and others wait for them."""
 
 from __future__ import annotations
 

@@ -293,7 +293,7 @@ def test_few_random_trials_come_first(size: int, first: int, monkeypatch: pytest
 
 @pytest.mark.parametrize("feasible", [0, 1])
 def test_a_space_with_hardly_anything_feasible_is_searched_whole(feasible: int) -> None:
-    """Of a budget, half goes to random trials; predictions need a trial that runs."""
+    """Half of a budget goes to random trials; predictions need a trial that runs."""
     space = tune.Space({"a": tuple(range(12))})
     costs = [1.0 if number < feasible else math.inf for number in range(space.size)]
     for name, search in tune.SEARCHES.items():
