@@ -117,7 +117,7 @@ def _events(lasts: Array, near: Array, began: Array, ports: Ports) -> Step:
         start = sender[port, source]
         last = lasts[source, to]
         # A receiver's port takes bytes at its own rate, after what came to it before.
-        end = np.maximum(start + last, np.maximum(receiver[port, to], start) + last)
+        end = np.maximum(receiver[port, to], start) + last
         end = np.where(last > 0, end, start)
         begins[source, to], ends[source, to] = start, end
         sender[port, source] = np.where(last > 0, np.maximum(start + last, end - last), start)

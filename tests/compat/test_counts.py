@@ -71,25 +71,27 @@ def test_a_copy_of_ids_is_compared_with_others() -> None:
     assert layouts.copied_ids(ids[:0]) == b""
 
 
-def test_ids_become_wide_and_are_counted() -> None:
-    ids = torch.tensor([[0, -1], [2, 0], [-1, -1]], dtype=torch.int32)
+@pytest.mark.parametrize("count", [layouts.local_ids, layouts.local_ids_by_torch])
+def test_ids_become_wide_and_are_counted(count: Any) -> None:
+    ids = torch.tensor([[0, -1], [2, 0], [-1, 0], [0, -1], [-1, 0]], dtype=torch.int32)
     plan = torch.cat([torch.tensor([7, 7]), ids.flatten(), torch.tensor([1])]).int()
-    wide, counts = layouts.local_ids(plan, 2, 3, 2, 3, 4)
+    wide, counts = count(plan, 2, 5, 2, 3, 4)
     assert torch.equal(wide, ids.long())
-    assert counts == [4, 0, 4]
+    assert counts == [8, 0, 4]
 
 
-def test_rows_at_fixed_places_are_described() -> None:
-    job = make_job(2, [5, 16], 128, 3, 8)
+@pytest.mark.parametrize("tokens", [[5, 16], [16, 16]], ids=str)
+def test_rows_at_fixed_places_are_described(tokens: list[int]) -> None:
+    job = make_job(2, tokens, 128, 3, 8)
 
     def work(buffer: deep_ep.Buffer, rank: int) -> None:
         _, _, handle, _, _ = buffer.low_latency_dispatch(job.x[rank], job.topk_idx[rank], 16, 8, use_fp8=False)
-        tokens, ranges = torch.zeros_like(handle[0]), torch.zeros_like(handle[1])
-        layouts.described_by_torch(handle.plan, 2 * 16, 2 * 16 * 3, tokens, ranges)
+        sources, ranges = torch.zeros_like(handle[0]), torch.zeros_like(handle[1])
+        layouts.described_by_torch(handle.buffer, handle.plan, sources, ranges)
         assert torch.equal(ranges, handle[1])
         for expert in range(4):
             number = len(expert_rows(job, rank, expert))
-            assert torch.equal(tokens[expert, :number], handle[0][expert, :number])
+            assert torch.equal(sources[expert, :number], handle[0][expert, :number])
 
     on_ranks(job, work)
 

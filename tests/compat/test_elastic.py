@@ -236,6 +236,9 @@ def test_a_barrier_and_hints() -> None:
     on_ranks(job, work)
     group = ThreadGroup.make(8)[0]
     assert deep_ep.ElasticBuffer.get_buffer_size_hint(group, 4096, 7168, 8) == 8 * 4096 * (14336 + 128)
+    pair, sizes = ThreadGroup.make(2)[0], (4096, 7168, 8)
+    every_entry = deep_ep.ElasticBuffer.get_buffer_size_hint(pair, *sizes, allow_multiple_reduction=False)
+    assert every_entry == 8 * 4096 * 14336 + (2 << 20)
 
 
 WRONG = 1  # the rank that calls wrongly
@@ -243,6 +246,9 @@ PAIR = make_job(2, [20, 20], HIDDEN, 3, 4)
 DISPATCHES: dict[str, tuple[dict[str, Any], str, type[MoeRtError]]] = {
     "float32 rows": ({"x": torch.zeros(20, HIDDEN)}, "x: got", InvalidInput),
     "fewer ids": ({"topk_idx": PAIR.topk_idx[1][:3]}, "topk_idx: got", InvalidInput),
+    "ids of one dimension": (
+        {"topk_idx": PAIR.topk_idx[1][:, 0]}, "expected contiguous torch.int64 [20, K] on cpu", InvalidInput,
+    ),
     "int32 ids": ({"topk_idx": PAIR.topk_idx[1].int()}, "topk_idx: got", InvalidInput),
     "double weights": ({"topk_weights": PAIR.topk_weights[1].double()}, "topk_weights: got", InvalidInput),
     "an expert twice": ({"topk_idx": torch.zeros(20, 3, dtype=torch.int64)}, "expert twice", MoeRtError),

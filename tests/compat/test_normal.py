@@ -11,6 +11,7 @@ from compat.oracle import Job, make_job, received, visits
 
 from moe_rt import ThreadGroup
 from moe_rt.compat import deep_ep
+from moe_rt.compat.deep_ep.utils.event import EventHandle, EventOverlap
 
 SIZES = (1, 2, 4)
 TOKENS = [37, 0, 64, 5]
@@ -212,6 +213,23 @@ def test_ranks_may_have_more_tokens_from_call_to_call() -> None:
     on_ranks(jobs[0], work)
 
 
+def test_an_event_is_kept_unless_it_is_released() -> None:
+    """An op's event may be waited for repeatedly; a hook runs in one wait."""
+    event, waited = EventOverlap(EventHandle()), []
+    event.register_hook_after_wait(lambda: waited.append("once"))
+    for _ in range(2):
+        event.current_stream_wait()
+        with event:
+            pass
+    assert (event.event is not None, waited) == (True, ["once"])
+    with event(release_handle=True):
+        assert event.event is not None
+    assert event.event is None
+    again = EventOverlap(EventHandle())
+    again.current_stream_wait(release_handle=True)
+    assert again.event is None
+
+
 def test_events_and_hints(job: Job) -> None:
     def work(buffer: deep_ep.Buffer, rank: int) -> None:
         before = buffer.capture()
@@ -226,4 +244,7 @@ def test_events_and_hints(job: Job) -> None:
     config = deep_ep.Config(24, 8, 256)
     assert config.get_rdma_buffer_size_hint(14336, 8) == 0
     assert config.get_nvl_buffer_size_hint(14336, 8) > 12 * 8 * 256 * 14336
-    assert deep_ep.Buffer.get_low_latency_rdma_size_hint(128, 7168, 8, 288) > 2 * 288 * 128 * 14336
+    for_rows_of_many_experts = 2 * (2 * 288 * 128 * (14336 + 4 * 56) + 4 * 288) + 128
+    assert deep_ep.Buffer.get_low_latency_rdma_size_hint(128, 7168, 8, 288) == for_rows_of_many_experts
+    for_rows_of_one = 2 * (2 * 4 * (16 + 256) + 128) + 128
+    assert deep_ep.Buffer.get_low_latency_rdma_size_hint(4, 128, 1, 1) == for_rows_of_one

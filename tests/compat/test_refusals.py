@@ -15,6 +15,8 @@ from compat.test_normal import BYTES, dispatch, layout_arguments, on_ranks
 
 from moe_rt import ThreadGroup
 from moe_rt.compat import deep_ep
+from moe_rt.compat.deep_ep.config import low_latency_bytes
+from moe_rt.compat.deep_ep.exchange import Exchange
 from moe_rt.errors import (
     CallOrderMismatch,
     ConfigMismatch,
@@ -208,6 +210,11 @@ LOW: dict[str, tuple[dict[str, Any], str]] = {
     "few columns": ({"x": torch.zeros(20, 64).bfloat16()}, "x: got"),
     "int32 ids": ({"topk_idx": torch.zeros(20, 3, dtype=torch.int32)}, "topk_idx: got"),
     "fewer ids": ({"topk_idx": JOB.topk_idx[WRONG][1:]}, "topk_idx: got"),
+    "ids of one dimension": (
+        {"topk_idx": JOB.topk_idx[WRONG][:, 0]},
+        "topk_idx: got torch.int64 [20], not contiguous, expected contiguous torch.int64 [20, K] on cpu",
+    ),
+    "a list of ids": ({"topk_idx": [0]}, "topk_idx: got list, expected contiguous torch.int64 [20, K] on cpu"),
     "transposed ids": ({"topk_idx": JOB.topk_idx[WRONG].T.contiguous().T}, "topk_idx: got"),
     "a bound of another type": ({"num_max_dispatch_tokens_per_rank": 20.0}, "num_max_dispatch_tokens_per_rank: got"),
     "experts of another type": ({"num_experts": [4]}, "num_experts: got"),
@@ -330,12 +337,40 @@ def test_wrong_operands_of_low_latency_combine(what: str) -> None:
     assert_named(raised(work), f"{what}: got")
 
 
+@pytest.mark.parametrize("elastic", [False, True], ids=["normal", "elastic"])
+def test_a_combine_is_refused_where_its_sums_return(elastic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers wait in the dispatch of sums, so the error must be announced in the buffer of that dispatch."""
+    group = ThreadGroup.make(1)[0]
+    job = make_job(1, [20], 128, 3, 4)
+    refused: list[Any] = []
+
+    def refuse(exchange: Exchange, rows: Any, error: MoeRtError, *given: Any) -> None:
+        refused.append(exchange._buffers[rows].spec.hidden)
+        raise error
+
+    monkeypatch.setattr(Exchange, "refuse", refuse)
+    buffer: Any
+    if elastic:
+        buffer = deep_ep.ElasticBuffer(group, num_max_tokens_per_rank=20, hidden=128, num_topk=3)
+        routing = job.topk_idx[0], job.topk_weights[0]
+        recv_x, _, _, handle, _ = buffer.dispatch(job.x[0], *routing, num_experts=4)
+    else:
+        buffer = deep_ep.Buffer(group, BYTES, timeout_s=60)
+        recv_x, _, _, _, handle, _ = dispatch(buffer, job, 0)
+    buffer.combine(recv_x, handle, bias=job.x[0])
+    with pytest.raises(InvalidInput, match="x: got"):
+        buffer.combine(recv_x.float(), handle, bias=job.x[0])
+    assert refused == [128]
+
+
 def test_low_latency_memory_and_mode() -> None:
     def rank(group: ThreadGroup) -> None:
-        for size, mode, name in ((1000, True, "num_rdma_bytes"), (BYTES, False, "low_latency_mode")):
+        enough = low_latency_bytes(20, JOB.x[0].shape[1], 4)
+        for size, mode, name in ((enough - 1, True, "num_rdma_bytes"), (BYTES, False, "low_latency_mode")):
             buffer = deep_ep.Buffer(group, BYTES, size, mode, timeout_s=60)
             with pytest.raises(InvalidInput, match=name):
                 low(buffer, group.rank)
+        low(deep_ep.Buffer(group, BYTES, enough, True, timeout_s=60), group.rank)
 
     ThreadGroup.run(rank, 2, timeout_s=120)
 

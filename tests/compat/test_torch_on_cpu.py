@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -9,6 +12,7 @@ import pytest
 import torch
 from support.forked_python import run_python
 
+from moe_rt.lab.on_cpu import hooks
 from moe_rt.lab.on_cpu.hooks import NotOnCpu
 from moe_rt.lab.on_cpu.torch import cpu_of, first_mapped, mapped
 from moe_rt.lab.on_cpu.triton import fill
@@ -241,3 +245,32 @@ print("passed")
 def test_torch_cuda_once_torch_is_imported() -> None:
     done = run_python("-c", CUDA_PROGRAM)
     assert done.stdout == "passed\n", done.stderr[-3000:]
+
+
+def test_a_changed_module_keeps_its_loader(tmp_path: Path) -> None:
+    """Sources are still found through it, as by inspect and by warnings."""
+    path, seen = tmp_path / "changed.py", list[ModuleType]()
+    path.write_text("number = 3\n")
+    spec = hooks._then(spec_from_file_location("changed", path), seen.append)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert (seen, module.number) == ([module], 3)
+    assert inspect.getsource(module) == spec.loader.get_source("changed") == path.read_text()  # type: ignore[attr-defined]
+
+
+def test_deep_ep_keeps_its_own_name_and_spec() -> None:
+    """An import under another name gives the same module, whose spec stays that of moe_rt."""
+    spec = hooks._alias("deep_ep")
+    assert spec is not None
+    assert spec.loader is not None
+    module = spec.loader.create_module(spec)
+    assert module is not None
+    own = module.__spec__
+    try:
+        module.__spec__ = spec  # as an import does
+        spec.loader.exec_module(module)
+        assert module.__spec__ is own is not spec
+    finally:
+        module.__spec__ = own

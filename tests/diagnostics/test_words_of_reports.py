@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moe_rt.diagnostics import collect
+from moe_rt.diagnostics import collect, elsewhere
 from moe_rt.diagnostics.report import KINDS, OpRecord, RankReport, name_ranks
 from moe_rt.errors import Code, Op
 
@@ -233,3 +233,9 @@ def test_what_any_segment_says_of_a_rank() -> None:
     assert [(each.rank, each.node, each.problem) for each in found] == [
         (r, node, "not mapped here") for r, node in enumerate((0, 0, 1))
     ]
+
+
+def test_nothing_is_known_of_a_rank_without_another_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elsewhere, "_others", lambda *given: iter(()))
+    segments: Any = None
+    assert elsewhere.elsewhere(segments, 0, 1, 0) == ""

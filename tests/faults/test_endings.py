@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,11 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.forked_python import run_python
 
 from moe_rt.group.processes import state_letter
 from moe_rt.lab.testing.channel import Channel
 from moe_rt.lab.testing.process_ranks import ProcessRanks
-from moe_rt.lab.testing.programs import Program, running, wait
+from moe_rt.lab.testing.programs import STARTER, Program, running, wait
+
+ROOT = Path(__file__).resolve().parents[2]
 
 PATIENCE_S = 600.0
 KILL = signal.SIGKILL
@@ -100,6 +106,19 @@ def test_nothing_outlives_who_started_it(starter: str, number: signal.Signals) -
             shutil.rmtree(folder)
     assert len(children) == count
     assert not left or number == KILL, "only a killed program leaves its files"
+
+
+PROGRAMS = [path for path in ROOT.glob("moe_rt/**/*.py") if re.search(r"import .*end_with_starter", path.read_text())]
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
+def test_every_program_ends_if_its_starter_has_ended(path: Path) -> None:
+    """The kernel does not end it, as its starter ended before it asked the kernel to. It is given no orders."""
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    done = run_python("-m", name, json.dumps({"job": 1}), env={**os.environ, STARTER: str(ended.pid)})
+    assert done.returncode == -KILL, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,9 @@ events."""
 from __future__ import annotations
 
 import contextlib
+import importlib
+import threading
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +19,10 @@ from moe_rt.group import thread_ranks
 from moe_rt.lab.check import graphs, layers, loads, measuring, pairs, timing
 from moe_rt.lab.check.layers import LayerSizes
 from moe_rt.lab.check.measuring import RANGE, Load, host_waits, kernels
-from moe_rt.lab.check.steps import Check, Skipped
+from moe_rt.lab.check.steps import STEPS, Check, Skipped
 from moe_rt.lab.testing import rounds
 from moe_rt.lab.testing.rounds import WrongOutput
+from moe_rt.lab.testing.streams import StreamGate
 
 HANG_S = 1800.0  # steps use a part of it
 
@@ -283,7 +287,17 @@ def test_syncfree_asks_the_profiler(gpu: TimedGpu, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_replays_are_compared(gpu: TimedGpu, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    """A graph that runs the round again passes; one that repeats its old outputs does not."""
+    """A graph that runs the round again passes; one that repeats its old outputs does not.
+
+    A graph is reset once all ranks have met a third time: when nothing runs on the device.
+    """
+    meetings: Counter[int] = Counter()
+    at_resets: list[int] = []
+
+    class Meeting(threading.Barrier):
+        def wait(self, timeout: float | None = None) -> int:
+            meetings[threading.get_ident()] += 1
+            return super().wait(timeout)
 
     def captured(stale: bool) -> Any:
         def capture(buffer: Any, fixed: list[Any], size: int) -> tuple[Any, list[Any]]:
@@ -295,7 +309,7 @@ def test_replays_are_compared(gpu: TimedGpu, monkeypatch: pytest.MonkeyPatch, si
                         old.copy_(old if stale else new)
 
                 def reset(self) -> None:
-                    pass
+                    at_resets.append(meetings[threading.get_ident()])
 
             return Graph(), outputs
 
@@ -303,8 +317,10 @@ def test_replays_are_compared(gpu: TimedGpu, monkeypatch: pytest.MonkeyPatch, si
 
     # Real captures do not run the round, but this stand-in does, so ranks must not wait for each other's capture.
     monkeypatch.setattr(graphs, "Lock", contextlib.nullcontext)
+    monkeypatch.setattr(graphs, "Barrier", Meeting)
     monkeypatch.setattr(graphs, "capture", captured(stale=False))
     graphs.run_graph(gpu, size, 3)
+    assert at_resets == [3] * size
     monkeypatch.setattr(graphs, "capture", captured(stale=True))
     with pytest.raises(WrongOutput, match="replay 1"):
         graphs.run_graph(gpu, size, 3)
@@ -330,3 +346,35 @@ def test_a_part_may_skip_its_step() -> None:
     with pytest.raises(Skipped), check.part("skips"):
         raise Skipped("no such GPU")
     assert len(check.failures) == 1
+
+
+def test_figures_of_rows_are_exact() -> None:
+    """A launch of 2 ms and 4 MB moves 2 GB in a second, half of what a copy does."""
+    ceiling: Any = SimpleNamespace(of=lambda num_bytes: 1e3 * num_bytes)
+    figures = ["gather", 2000.0, 4.0, 2.0, 4.0, 0.5]
+    assert timing.row("gather", 2e-3, 4_000_000, ceiling, 0.5) == [*figures, "met (0.5)"]
+    assert timing.row("gather", 2e-3, 4_000_000, ceiling, 0.51) == [*figures, "missed (0.51)"]
+    assert timing.row("gather", 2e-3, 4_000_000, ceiling, None) == [*figures, ""]
+
+
+def test_one_stream_is_timed_from_its_own_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            made.append(self)
+
+        def record(self) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+    assert [StreamGate(1, HANG_S).wait()] == made
+
+
+def test_steps_are_well_formed() -> None:
+    """Each names a function of its module, and a time in which it must end."""
+    for step in STEPS.values():
+        module, _, function = step.function.partition(":")
+        assert callable(getattr(importlib.import_module(module), function)), step
+        assert type(step.seconds) is int, step
+        assert step.title[0].isalpha(), step

@@ -81,6 +81,20 @@ def test_every_question_has_an_answer(question: str) -> None:
     assert all(len(row) == len(answer.columns) for row in answer.rows)
 
 
+def test_a_question_compares_layers_as_they_are_planned() -> None:
+    """Each row is of a batch; balanced experts cost a plan, and chunks are two."""
+    asked = Setting(QWEN, Cluster(8), 256)
+    skewed, chunked = QUESTIONS["balance"](asked), QUESTIONS["chunks"](asked)
+    for tokens, before, after, choice in skewed.rows:
+        uneven, even = (asked.layer(8, tokens=tokens, even=each).step_us for each in (False, True))
+        assert (before, after) == (round(uneven, 1), round(even + 60, 1))
+        assert choice == ("balance" if even + 60 < uneven else "do not")
+    for tokens, before, after, choice in chunked.rows:
+        whole, halves = (asked.layer(8, tokens=tokens, chunks=each).step_us for each in (1, 2))
+        assert (before, after, choice) == (round(whole, 1), round(halves, 1), "2" if halves < whole else "1")
+    assert {row[3] for row in skewed.rows} == {"balance", "do not"}
+
+
 def test_the_command_line_answers_in_json_and_tables() -> None:
     plain = invoke()
     assert plain.exit_code == 0
@@ -92,6 +106,9 @@ def test_the_command_line_answers_in_json_and_tables() -> None:
     assert "overflows with probability" in shown.output
     assert "skew, if the busiest rank receives" in shown.output
     assert "is the op over when timed?" in invoke(*words, "--measured", "dispatch=1").output
+    predicted = document["layers"][0]["dispatch"]
+    as_predicted = invoke(*words, "--measured", f"dispatch={predicted['us']:.1f}").output
+    assert f"is within the interval up to {predicted['p95_us']:.0f} us" in as_predicted
     assert "DeepEP-V1" in invoke("systems").output
     asked = invoke("ask", "payload", *words, "--json")
     assert json.loads(asked.output)["question"] == "payload"
@@ -251,6 +268,42 @@ def test_a_knob_that_hardly_matters_does_not_hide_the_best() -> None:
     costs = np.array([bowl(number // 4) * (1 + 1e-5 * float(space.at(number)["e"])) for number in range(space.size)])
     needed = [tune.trials_to_best(tune.cubic, space, costs, seed) for seed in range(5)]
     assert np.median(needed) < space.size / 8, needed
+
+
+@pytest.mark.parametrize(("size", "first"), [(5, 4), (80, 5), (640, 8)])
+def test_few_random_trials_come_first(size: int, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sixteenth of the space, but 4 to 8."""
+    judged: list[int] = []
+
+    class Predicted(Exception):
+        pass
+
+    def judge(number: int) -> float:
+        judged.append(number)
+        return 1.0
+
+    def propose(*given: object) -> int:
+        raise Predicted
+
+    monkeypatch.setattr(tune, "_propose", propose)
+    with pytest.raises(Predicted):
+        list(tune.cubic(tune.Space({"a": tuple(range(size))}), judge, size))
+    assert len(judged) == first
+
+
+@pytest.mark.parametrize("feasible", [0, 1])
+def test_a_space_with_hardly_anything_feasible_is_searched_whole(feasible: int) -> None:
+    """Half of a budget goes to random trials; predictions need a trial that runs."""
+    space = tune.Space({"a": tuple(range(12))})
+    costs = [1.0 if number < feasible else math.inf for number in range(space.size)]
+    for name, search in tune.SEARCHES.items():
+        for seed in range(4):
+            trials = list(search(space, costs.__getitem__, space.size, seed=seed))
+            numbers = [trial.number for trial in trials]
+            found = any(math.isfinite(trial.cost) for trial in trials[:6])
+            expected = 6 if name == "best_predicted" and not found else space.size
+            assert sorted(set(numbers)) == sorted(numbers)
+            assert len(numbers) == expected, name
 
 
 def test_searches_never_repeat_a_trial() -> None:

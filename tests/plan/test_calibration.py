@@ -432,3 +432,31 @@ def test_scoring_names_missing_columns(tmp_path: Path) -> None:
     scored = CliRunner().invoke(main, [write(tmp_path / "a.csv", [LINE], COLUMNS[:-1])])
     assert scored.exit_code == 1
     assert "no column notes" in scored.output
+
+
+def test_a_table_is_fitted_into_a_file(tmp_path: Path) -> None:
+    table, out = write(tmp_path / "table.csv", measured("normal")), tmp_path / "own.json"
+    done = CliRunner().invoke(bench_calibrate.calibrate, ["--csv", table, "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    assert done.output.splitlines()[-1] == f"{out}: 1 calibrations, 0 lines refused"
+    assert [one.library for one in load(out)] == ["DeepEP-V1"]
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "copies"])
+def test_costs_make_ops_slower_and_rates_faster(name: str) -> None:
+    """Ten times a cost is never faster, and ten times a rate never slower; each counts for some shape."""
+    shapes = [
+        parse(line | {"ep_size": ranks, "nvlink_domain": "8"}).shape
+        for line in lines("normal")
+        for ranks in ("8", "16")
+    ]
+    family, x = FAMILIES[name], Points.of(shapes)
+    usual = {p.name: p.usual for p in family.parameters}
+    before = family.seconds(usual, x)
+    assert set(x.nodes) == {1, 2}
+    for parameter in usual:
+        if parameter[:2] in ("t_", "c_", "B_", "b_") and parameter not in ("t_doubling", "c_share"):
+            change = family.seconds(usual | {parameter: 10 * usual[parameter]}, x) / before - 1
+            sign = 1 if parameter[0] in "tc" else -1
+            assert (sign * change >= -1e-12).all(), parameter
+            assert (sign * change > 1e-9).any(), parameter

@@ -12,7 +12,7 @@ from moe_rt.compat.deep_ep.exchange import Exchange, Received, Rows, ungraded
 from moe_rt.compat.deep_ep.expand import EPHandle, columns_of, expanded, ranks_of
 from moe_rt.compat.deep_ep.layout import repeats
 from moe_rt.compat.deep_ep.normal import biases, first_rows
-from moe_rt.compat.deep_ep.operands import invalid, parts_of, spelled, twice, wrong_rows, wrong_tensor
+from moe_rt.compat.deep_ep.operands import invalid, parts_of, spelled, twice, wrong_ids, wrong_rows, wrong_tensor
 from moe_rt.compat.deep_ep.sizes import ALIGNMENT, combine_bytes, dispatch_bytes, elastic_bytes
 from moe_rt.compat.deep_ep.utils.event import EventHandle, EventOverlap, event_of
 from moe_rt.errors import GroupClosed, InvalidConfig, InvalidInput, MoeRtError, TooManyTokens
@@ -275,10 +275,9 @@ class ElasticBuffer:
         if type(most) is not int or most < 1 or type(align) is not int or align < 1:
             names = "num_max_tokens_per_rank, expert_alignment"
             return invalid(self.rank_idx, names, (most, align), "positive numbers")
-        shape = (num_tokens, topk_idx.shape[1] if isinstance(topk_idx, Tensor) and topk_idx.dim() == 2 else 0)
-        error = wrong_tensor(self.rank_idx, "topk_idx", topk_idx, torch.int64, shape, codes)
+        error = wrong_ids(self.rank_idx, topk_idx, num_tokens, codes)
         if error is None and weights is not None:
-            error = wrong_tensor(self.rank_idx, "topk_weights", weights, torch.float32, shape, codes)
+            error = wrong_tensor(self.rank_idx, "topk_weights", weights, torch.float32, topk_idx.shape, codes)
         if error is not None:
             return error
         if num_tokens > most:
@@ -288,7 +287,7 @@ class ElasticBuffer:
             return twice(self.rank_idx)
         num_scales = 0 if scales is None else scales.shape[1]
         return self._too_small(
-            dispatch_bytes(self.num_ranks, most, codes.shape[1] * codes.itemsize, num_scales, shape[1])
+            dispatch_bytes(self.num_ranks, most, codes.shape[1] * codes.itemsize, num_scales, topk_idx.shape[1])
         )
 
     def _too_small(self, needed: int) -> InvalidInput | None:

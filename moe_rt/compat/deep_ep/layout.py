@@ -149,12 +149,19 @@ def local_ids(
         plan: int32, with the ids from index `begin` on.
     """
     if not plan.is_cpu:
-        ids = plan[begin : begin + num_rows * num_topk].view(num_rows, num_topk).long()
-        counts = torch.bincount((ids + 1).flatten(), minlength=num_local + 1).tolist()[1:]
-        return ids, [-(-count // alignment) * alignment for count in counts]
+        return local_ids_by_torch(plan, begin, num_rows, num_topk, num_local, alignment)
     ids = plan.new_empty(num_rows, num_topk, dtype=torch.int64)
     given = plan.data_ptr() + begin * plan.itemsize, num_rows * num_topk, num_local, alignment
     return ids, _engine.widen_ids(*given, ids.data_ptr())
+
+
+def local_ids_by_torch(
+    plan: Tensor, begin: int, num_rows: int, num_topk: int, num_local: int, alignment: int
+) -> tuple[Tensor, list[int]]:
+    """Return the same as `local_ids`, on any device."""
+    ids = plan[begin : begin + num_rows * num_topk].view(num_rows, num_topk).long()
+    counts = torch.bincount((ids + 1).flatten(), minlength=num_local + 1).tolist()[1:]
+    return ids, [-(-count // alignment) * alignment for count in counts]
 
 
 def source_tokens(handle: Handle, num_rows: int) -> Tensor:
@@ -172,8 +179,7 @@ def describe_rows(buffer: Buffer, handle: Handle, tokens: Tensor, ranges: Tensor
         (num_local, slots), written = tokens.shape, (tokens.data_ptr(), ranges.data_ptr())
         _engine.describe_rows(handle.recv_plan.data_ptr(), buffer._engine.shape, num_local, slots, *written)
     else:
-        pulled = buffer.num_ranks * buffer.spec.num_max_tokens_per_rank
-        described_by_torch(handle, pulled, pulled * min(buffer.spec.num_topk, len(tokens)), tokens, ranges)
+        described_by_torch(buffer, handle, tokens, ranges)
 
 
 def put_in_columns(buffer: Buffer, handle: Handle, scales: Tensor, columns: Tensor) -> None:
@@ -186,13 +192,10 @@ def put_in_columns(buffer: Buffer, handle: Handle, scales: Tensor, columns: Tens
         columns.copy_(scales.view(columns.shape))
 
 
-def described_by_torch(handle: Handle, most_pulled: int, most_copies: int, tokens: Tensor, ranges: Tensor) -> None:
-    """Write the source's token of each row [L, rows], and begin << 32 | count of the rows of each source [L, R].
-
-    Args:
-        handle: of a dispatch to as many rows for each expert (buffer/packed.py), on any device. The host reads nothing.
-        most_pulled, most_copies: lengths of the lists in its recv_plan.
-    """
+def described_by_torch(buffer: Buffer, handle: Handle, tokens: Tensor, ranges: Tensor) -> None:
+    """Do the same as `describe_rows`, on any device."""
+    most_pulled = buffer.num_ranks * buffer.spec.num_max_tokens_per_rank
+    most_copies = most_pulled * min(buffer.spec.num_topk, len(tokens))
     num_rows, rows_at = tokens.numel(), PLAN_HEAD + PLAN_PULLED * most_pulled
     head, copies = handle.recv_plan[:PLAN_HEAD], torch.arange(most_copies, device=tokens.device)
     pulled = handle.recv_plan[PLAN_HEAD:rows_at].view(most_pulled, PLAN_PULLED)

@@ -20,7 +20,7 @@ from moe_rt.compat.deep_ep import fp8
 from moe_rt.compat.deep_ep.config import low_latency_bytes
 from moe_rt.compat.deep_ep.exchange import Exchange, Rows
 from moe_rt.compat.deep_ep.layout import copied_ids, describe_rows, ids_equal, names_others, put_in_columns
-from moe_rt.compat.deep_ep.operands import invalid, spelled, twice, wrong_tensor
+from moe_rt.compat.deep_ep.operands import invalid, spelled, twice, wrong_ids, wrong_tensor
 from moe_rt.errors import InvalidInput, MoeRtError, TooManyTokens
 
 MOST_OUTSTANDING = 2  # DeepEP has two buffers
@@ -276,13 +276,7 @@ class LowLatency:
     def _wrong_tensors(self, x: Tensor, topk_idx: Tensor) -> MoeRtError | None:
         if not isinstance(x, Tensor) or x.dtype is not torch.bfloat16 or x.dim() != 2 or not x.is_contiguous():
             return invalid(self.rank, "x", spelled(x), "contiguous bfloat16 [T, H]")
-        if (
-            not isinstance(topk_idx, Tensor) or topk_idx.dtype is not torch.int64 or topk_idx.dim() != 2
-            or topk_idx.shape[0] != x.shape[0] or not topk_idx.is_contiguous() or topk_idx.device != x.device
-        ):  # fmt: skip
-            expected = f"contiguous int64 [{x.shape[0]}, K] on {x.device}"
-            return invalid(self.rank, "topk_idx", spelled(topk_idx), expected)
-        return None
+        return wrong_ids(self.rank, topk_idx, x.shape[0], x)
 
     def _size(
         self, x: Tensor, topk_idx: Tensor, most: int, num_experts: int, options: tuple[bool, bool, bool]

@@ -15,7 +15,7 @@ from moe_rt.compat.deep_ep import home
 from moe_rt.compat.deep_ep.config import NVL_PEERS, Config
 from moe_rt.compat.deep_ep.exchange import Exchange, Rows
 from moe_rt.compat.deep_ep.layout import KnownLayout, Layout, differs, layout_of, local_ids, per_domain, source_tokens
-from moe_rt.compat.deep_ep.operands import invalid, parts_of, spelled, twice, wrong_rows, wrong_tensor
+from moe_rt.compat.deep_ep.operands import invalid, parts_of, spelled, twice, wrong_ids, wrong_rows, wrong_tensor
 from moe_rt.errors import InvalidInput, MoeRtError
 
 _ITEMS, _ITEMS_OF_DOMAINS = 6, 10  # of DeepEP's handles
@@ -223,8 +223,8 @@ class Normal:
             if num_worst:
                 return invalid(self.rank, "num_worst_tokens", num_worst, "topk_idx and topk_weights with it")
             return self._wrong_layout(None, layout)
+        error = None if known else wrong_ids(self.rank, topk_idx, num_tokens, codes)
         shape = (num_tokens, num_topk)
-        error = None if known else wrong_tensor(self.rank, "topk_idx", topk_idx, torch.int64, shape, codes)
         if error := error or wrong_tensor(self.rank, "topk_weights", topk_weights, torch.float32, shape, codes):
             return error
         if (

@@ -57,7 +57,7 @@ def wrong_rows(rank: int, x: Any, num_tokens: int | None = None) -> InvalidInput
 
 
 def wrong_tensor(
-    rank: int, name: str, t: Any, dtype: torch.dtype, shape: tuple[int, ...], like: Tensor
+    rank: int, name: str, t: Any, dtype: torch.dtype, shape: tuple[int | str, ...], like: Tensor
 ) -> InvalidInput | None:
     """Return the error of a tensor that is not contiguous, of this dtype and shape, on the device of another one."""
     if (
@@ -68,4 +68,10 @@ def wrong_tensor(
         and t.device == like.device
     ):
         return None
-    return invalid(rank, name, spelled(t), f"contiguous {dtype} {list(shape)} on {like.device}")
+    return invalid(rank, name, spelled(t), f"contiguous {dtype} [{', '.join(map(str, shape))}] on {like.device}")
+
+
+def wrong_ids(rank: int, topk_idx: Any, num_tokens: int, like: Tensor) -> InvalidInput | None:
+    """Return the error of a routing that is not contiguous int64 [T, K], on the device of another tensor."""
+    num_topk = topk_idx.shape[1] if isinstance(topk_idx, Tensor) and topk_idx.dim() == 2 else "K"
+    return wrong_tensor(rank, "topk_idx", topk_idx, torch.int64, (num_tokens, num_topk), like)

@@ -105,7 +105,7 @@ class RankPool(ProcessRanks):
 def _serve_store(channel: Channel, host: str) -> None:
     """Serve the store for the rendezvous, as under torchrun: in a process that outlives every rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    store = TCPStore(host, 0, is_master=True)
     channel.send(str(store.port).encode())
     with suppress(EOFError):
         while not channel.receive():

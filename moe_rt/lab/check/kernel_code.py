@@ -170,7 +170,8 @@ def _read(body: str) -> MachineCode:
         barriers += opcode.startswith("BAR.SYNC")
         if name in ("MEMBAR", "FENCE"):
             fences[opcode] += 1
-        copies.update([opcode] if name == "UBLKCP" else [])
+        elif name == "UBLKCP":
+            copies[opcode] += 1
         registers = [int(register) for register in _REGISTER.findall(operands)]
         is_load = bool(_GLOBAL.match(f"{opcode}.")) and name.startswith("LD")
         used = registers[1:] if is_load else registers

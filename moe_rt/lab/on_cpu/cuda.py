@@ -49,7 +49,7 @@ class on_device(contextlib.ContextDecorator):
     """torch.cuda.device: the current device inside a block."""
 
     def __init__(self, device: Any) -> None:
-        self.idx, self.prev_idx = _index(device), -1
+        self.idx = _index(device)
 
     def __enter__(self) -> None:
         self.prev_idx = _current["device"]
