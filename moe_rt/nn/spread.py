@@ -85,10 +85,7 @@ class SpreadModule(nn.Module):
         """Make every parameter a DTensor [E, ...] in equal blocks over all ranks of a mesh. Local."""
         from torch.distributed.tensor import DTensor, Shard  # here, since it would slow `import moe_rt` by a second
 
-        # Replaces GradScaler's op, which takes gradients over only one mesh, without plain ones among them.
-        aten = torch.ops.aten
-        handlers = DTensor._op_dispatcher._custom_op_handlers
-        handlers[aten._amp_foreach_non_finite_check_and_unscale_.default] = _find_infinities
+        scale_all_gradients()
         for name, p in list(self.named_parameters(recurse=False)):
             block = DTensor.from_local(p.detach(), mesh, [Shard(0)] * mesh.ndim, run_check=False)
             self.register_parameter(name, nn.Parameter(block, p.requires_grad))
@@ -183,6 +180,15 @@ class SpreadModule(nn.Module):
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         self.mark_parameters()  # load_state_dict(assign=True) replaces parameters
+
+
+def scale_all_gradients() -> None:
+    """Replace GradScaler's op, which takes DTensors over only one mesh, without plain ones among them."""
+    from torch.distributed.tensor import DTensor
+
+    aten = torch.ops.aten
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handlers[aten._amp_foreach_non_finite_check_and_unscale_.default] = _find_infinities
 
 
 def _find_infinities(op_call: Any, args: Any, kwargs: Any) -> None:

@@ -18,7 +18,7 @@ from moe_rt.group.groups import process_group_of
 from moe_rt.nn.averaging import Mean
 from moe_rt.nn.layer import MoELayer
 from moe_rt.nn.part import Part
-from moe_rt.nn.spread import SpreadModule, spread_modules, spread_names, spread_parameters
+from moe_rt.nn.spread import SpreadModule, scale_all_gradients, spread_modules, spread_names, spread_parameters
 
 
 def prepare(model: nn.Module, group: dist.ProcessGroup | DeviceMesh | None = None) -> nn.Module:
@@ -47,6 +47,7 @@ def prepare(model: nn.Module, group: dist.ProcessGroup | DeviceMesh | None = Non
         _require_plain(path or "model", inner)
     if group is None and not dist.is_initialized():
         return model  # a single rank, and no wrapper
+    scale_all_gradients()  # fully_shard makes DTensors of the others
     ranks = _process_group(group)
     made: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for _, experts, inner in spread_modules(model):
