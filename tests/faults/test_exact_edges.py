@@ -124,7 +124,7 @@ MORE: list[tuple[str, Make, tuple[Any, ...], tuple[Any, ...]]] = [
     ("groups", lambda v: distinct_limited(2, 8, 1, v, 1), (1, 8), (0, 3)),
     ("topk_groups", lambda v: distinct_limited(2, 8, 1, 4, v), (1, 4), (0, 5)),
     ("ranks", lambda v: check_shape(v, 4, 1), (1, 4), (0,)),
-    ("ranks", lambda v: check_shape(4, v, 1), (4,), (3,)),
+    ("experts", lambda v: check_shape(4, v, 1), (4,), (3,)),
     ("experts", lambda v: rank_loads(1, 1, v, SHARES), (4,), (5,)),
     ("tokens", lambda v: rank_loads(v, 1, 2, SHARES), (1,), (0,)),
     ("ranks", lambda v: rank_loads(1, 1, v, SHARES), (1,), (0,)),
