@@ -91,5 +91,6 @@ def count_distinct(unit_of: npt.NDArray[np.int64], units: int) -> npt.NDArray[np
 
 def check_shape(units: int, experts: int, topk: int) -> None:
     """Raise InvalidConfig unless every number is positive, topk <= experts and every unit has an expert."""
-    expect(0 < units <= experts, "ranks or nodes", units, f"1 to experts = {experts}")
+    expect(units > 0, "ranks", units, "a positive number")
+    expect(experts >= units, "experts", experts, f"at least one for each of {units} ranks or nodes")
     expect(0 < topk <= experts, "topk", topk, f"1 to experts = {experts}")
