@@ -137,7 +137,7 @@ def test_a_record_that_is_none(name: str, value: Any) -> None:
     """No path is formed from a record with another field or a field of another type."""
     record = dict(pid=os.getpid(), fd=0, dev=0, ino=0, host="")
     record |= {name: value} if type(record[name]) is not type(value) else {"another": value}
-    with pytest.raises(CorruptPeer, match="segment of rank 2: got the record .*, expected the fields") as raised:
+    with pytest.raises(CorruptPeer, match=r"segment of rank 2: got the record .*, expected the fields") as raised:
         shm.attach_segment(1, 2, record, 4096, [], Segments([], [], []))
     assert (raised.value.rank, raised.value.peer) == (1, 2)
 
@@ -152,7 +152,7 @@ def test_pages_that_the_kernel_refuses(monkeypatch: pytest.MonkeyPatch, name: st
     monkeypatch.setattr(shm.mmap, "mmap", Refusing)
     opened: list[int] = []
     try:
-        with pytest.raises(kind, match="rank 3 .*no pages"):
+        with pytest.raises(kind, match=r"rank 3 .*no pages"):
             shm.make_segment(4096, opened, 3)
     finally:
         os.close(opened[0])

@@ -13,7 +13,7 @@ import torch
 
 from moe_rt.errors import InvalidConfig, WriteFailed
 from moe_rt.routes import session
-from moe_rt.routes.file import Routes, merge
+from moe_rt.routes.file import Routes, load, merge
 
 
 def made(rank: list[int], micro_batch: list[int], num_micro_batches: int, num_ranks: int = 1) -> Routes:
@@ -82,3 +82,22 @@ def test_a_full_disk_leaves_no_part_of_a_file(monkeypatch: pytest.MonkeyPatch, t
     with pytest.raises(WriteFailed, match="No space left on device"):
         made([0], [0], 1).save(tmp_path / "routes.npz")
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("routes.npz", b"an older file")]
+
+
+def test_a_directory_that_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(WriteFailed, match=r"routes .*none/a.npz: got No such file or directory, expected to write"):
+        made([0], [0], 1).save(tmp_path / "none/a.npz")
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"), [("rank", -1), ("rank", 2), ("micro_batch", -1), ("micro_batch", 3)], ids=str
+)
+def test_a_number_out_of_range_in_a_file(tmp_path: Path, name: str, wrong: int) -> None:
+    """Its error says which number and which are expected; the largest ones are fine."""
+    whole = made([0, 1], [0, 2], 3, num_ranks=2)
+    whole.save(tmp_path / "a.npz")
+    assert getattr(load(tmp_path / "a.npz"), name).tolist() == getattr(whole, name).tolist()
+    replace(whole, **{name: torch.tensor([wrong, 0], dtype=torch.int32)}).save(tmp_path / "a.npz")
+    most = {"rank": 1, "micro_batch": 2}[name]
+    with pytest.raises(InvalidConfig, match=f"a.npz: {name}: got a number out of range, expected 0 to {most} "):
+        load(tmp_path / "a.npz")
