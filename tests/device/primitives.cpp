@@ -175,7 +175,7 @@ struct CountedRows {
   static constexpr int kSegment = 1 << 16;
 };
 
-// A row is pushed once to every rank that its token visits, whichever of its experts are there.
+// A row is pushed once to every rank that its token visits, however many of its experts are there.
 template <class Dims>
 bool rows_are_pushed_once(const Dims& dims) {
   constexpr int kTokens = 5, kTopk = 4;

@@ -234,7 +234,7 @@ def test_hostile_last_words(num_bytes: int) -> None:
 
 @pytest.mark.parametrize(("peer", "words"), [(-1, ""), (0, ""), (1, "from  1"), (2, "")], ids=str)
 def test_last_words_of_a_peer_on_another_node(peer: int, words: str) -> None:
-    """They are read over the network, and shown on one line; nobody has those of a rank that does not exist."""
+    """They are read over the network, and shown on one line; a rank that does not exist has none."""
     engine: Any = SimpleNamespace(remote_last_words=lambda peer: f"from\r\n{peer}".encode())
     own: Any = SimpleNamespace(_engine=engine, _segments=SimpleNamespace(mappings=[bytearray(0), None]))
     assert CpuEngine._last_words_of(own, peer) == words

@@ -30,6 +30,33 @@ void at_its_bounds(const std::string& name, T& number, int64_t least, int64_t mo
   number = before;
 }
 
+// Checks the lists of a plan with three pulled tokens, four copies and five rows.
+void lists(const RecvPlan& plan, const World& w) {
+  const auto inside = [&] { return plan.leads_inside(w); };
+  for (const int i : {0, 2}) {
+    Pulled& p = plan.pulled[i];
+    at_its_bounds("token", p.token, 0, w.shape.num_max_tokens - 1, inside);
+    at_its_bounds("source", p.source, 0, w.shape.num_ranks - 1, inside);
+    at_its_bounds("slot", p.slot, 0, w.shape.num_node_slots() - 1, inside);
+    at_its_bounds("copies", p.copies, 1, w.shape.num_topk, inside);
+    at_its_bounds("first", p.first, 0, 3, inside);
+  }
+  for (const int c : {0, 3}) {
+    at_its_bounds("row", plan.rows[c], kDropped, 4, inside);
+    at_its_bounds("k", plan.ks[c], 0, w.shape.num_topk - 1, inside);
+    const auto as_it_is = [&] { return plan.row(c) == plan.rows[c] && plan.k(w.shape, c) == plan.ks[c]; };
+    at_its_bounds("followed row", plan.rows[c], kDropped, 4, as_it_is);
+    at_its_bounds("followed k", plan.ks[c], 0, w.shape.num_topk - 1, as_it_is);
+  }
+  if (w.shape.alignment > 1) {
+    for (const int e : {0, 2}) at_its_bounds("end", plan.ends[e], 0, 5, inside);
+  }
+  if (w.shape.two_level() && !w.shape.returns_entries()) {
+    const int last = w.nodes.num_clients * w.shape.num_max_tokens - 1;
+    for (const int i : {0, last}) at_its_bounds("forwards", plan.forwards[i], 0, w.shape.num_node_slots(), inside);
+  }
+}
+
 void receive_plan(Shape shape, const std::vector<int32_t>& node_of) {
   constexpr int kRank = 0, kTokens = 2, kCapacity = 7;
   const bool two_level = !node_of.empty();
@@ -69,29 +96,7 @@ void receive_plan(Shape shape, const std::vector<int32_t>& node_of) {
   at_its_bounds("num_rows", h.num_rows, 0, kCapacity, fits);
   at_its_bounds("num_own", h.num_own, 0, 2, fits);
   at_its_bounds("first_own", h.first_own, 0, 2, fits);
-  const auto inside = [&] { return plan.leads_inside(w); };
-  for (const int i : {0, 2}) {
-    Pulled& p = plan.pulled[i];
-    at_its_bounds("token", p.token, 0, shape.num_max_tokens - 1, inside);
-    at_its_bounds("source", p.source, 0, shape.num_ranks - 1, inside);
-    at_its_bounds("slot", p.slot, 0, shape.num_node_slots() - 1, inside);
-    at_its_bounds("copies", p.copies, 1, shape.num_topk, inside);
-    at_its_bounds("first", p.first, 0, 3, inside);
-  }
-  for (const int c : {0, 3}) {
-    at_its_bounds("row", plan.rows[c], kDropped, 4, inside);
-    at_its_bounds("k", plan.ks[c], 0, shape.num_topk - 1, inside);
-    const auto as_it_is = [&] { return plan.row(c) == plan.rows[c] && plan.k(shape, c) == plan.ks[c]; };
-    at_its_bounds("followed row", plan.rows[c], kDropped, 4, as_it_is);
-    at_its_bounds("followed k", plan.ks[c], 0, shape.num_topk - 1, as_it_is);
-  }
-  if (shape.alignment > 1) {
-    for (const int e : {0, 2}) at_its_bounds("end", plan.ends[e], 0, 5, inside);
-  }
-  if (two_level && !shape.returns_entries()) {
-    const int last = w.nodes.num_clients * shape.num_max_tokens - 1;
-    for (const int i : {0, last}) at_its_bounds("forwards", plan.forwards[i], 0, shape.num_node_slots(), inside);
-  }
+  lists(plan, w);
 }
 
 void send_plan(const Shape& shape) {

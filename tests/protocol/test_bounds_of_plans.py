@@ -1,4 +1,4 @@
-"""What a handle's plans hold is accepted up to its bounds and refused past them."""
+"""Numbers in a handle's plans are accepted up to their bounds and refused past them."""
 
 from __future__ import annotations
 
