@@ -254,8 +254,6 @@ class SwigluBackwardArgs:
 class RecvPlan:
     """Index of each of these fields in the int32 tensor recv_plan."""
 
-    num_tokens: int = 4
-
     num_pulled: int = 5
 
     num_copies: int = 6

@@ -45,7 +45,6 @@ void bind_ops(nb::module_& m) {
 // Fields of a handle's receive plan that Python may read.
 void bind_plan(nb::module_& m) {
   nb::class_<RecvPlan> plan(m, "RecvPlan", "Index of each of these fields in the int32 tensor recv_plan.");
-  plan.attr("num_tokens") = offsetof(RecvPlan::Head, num_tokens) / sizeof(int32_t);
   plan.attr("num_pulled") = offsetof(RecvPlan::Head, num_pulled) / sizeof(int32_t);
   plan.attr("num_copies") = offsetof(RecvPlan::Head, num_copies) / sizeof(int32_t);
   plan.attr("num_dropped") = offsetof(RecvPlan::Head, num_dropped) / sizeof(int32_t);

@@ -16,11 +16,10 @@ class Watch:
     """Detects the end of a process. `descriptor`, its open /proc/<pid>/stat, is closed with the last reference."""
 
     def __init__(self, pid: int) -> None:
-        flags = os.O_RDONLY | os.O_CLOEXEC
         try:
-            self.descriptor = os.open(f"/proc/{pid}/stat", flags)
+            self.descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY)
         except (FileNotFoundError, ProcessLookupError):
-            self.descriptor = os.open(os.devnull, flags)  # already exited: empty like a dead process's file
+            self.descriptor = os.open(os.devnull, os.O_RDONLY)  # already exited: empty like a dead process's file
         # Do not close it at exit, where daemon threads may still wait: the end of the process does.
         weakref.finalize(self, os.close, self.descriptor).atexit = False
 

@@ -94,9 +94,8 @@ class _Choice(TorchFunctionMode):
             ids = recorded_routes(scores, self._sizes[1], id_).reshape(idx.shape)
             idx = torch.where(ids < 0, idx, ids)
             values = scores.gather(-1, idx)
-        if self._routed.routing & RECORDS:
-            flat = idx.reshape(-1, self._sizes[1])
-            idx = note_routes(flat, flat, id_).reshape(idx.shape)
+        flat = idx.reshape(-1, self._sizes[1])
+        idx = note_routes(flat, flat, id_).reshape(idx.shape)  # if they are recorded
         return torch.return_types.topk((values, idx))
 
 

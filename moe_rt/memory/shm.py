@@ -156,7 +156,7 @@ def attach_segment(
     _check_record(me, peer, record)
     path = f"/proc/{record['pid']}/fd/{record['fd']}"
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDWR)
     except OSError as error:
         message = f"rank {me} cannot open the segment of rank {peer} ({error.strerror}): {why_closed(record['pid'])}"
         raise SegmentPermission(message, rank=me, peer=peer) from error

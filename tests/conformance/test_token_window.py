@@ -97,13 +97,14 @@ def test_codes_in_a_window_are_refused() -> None:
             buffer.dispatch((codes, torch.ones(7, 1)), *cases.given(buffer)[1:])
 
 
-def test_gradients_are_not_recorded() -> None:
+@pytest.mark.parametrize("how", [{}, {"wait": False}], ids=["a whole op", "halves"])
+def test_gradients_are_not_recorded(how: dict[str, Any]) -> None:
     """Gradients of rows or weights are refused: ops would overwrite what autograd saved of the window."""
     with open_alone(hidden=16) as buffer:
         x, idx, weights = cases.given(buffer)
         for rows, factors in ((x.requires_grad_(), weights), (x.detach(), weights.clone().requires_grad_())):
             with pytest.raises(InvalidInput, match=r"expected torch\.no_grad\(\), or rows in memory of their own"):
-                buffer.dispatch(cases.written(buffer, rows), idx, factors)
+                buffer.dispatch(cases.written(buffer, rows), idx, factors, **how)
         inputs = cases.make_inputs(buffer.spec, [7], 2)
         cases.check_round(buffer, inputs, cases.written(buffer, inputs.xs[0]))  # grad mode, but nothing recorded
 

@@ -3,10 +3,12 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <cstring>
 #include <limits>
 #include <thread>
 #include <vector>
 
+#include "../../cuda/cpu/world_tables.h"
 #include "emulated_network.h"
 
 using namespace moe_rt;
@@ -159,6 +161,54 @@ bool rows_fill_the_blocks() {
   return right;
 }
 
+// Rows that count how often each is written to each rank.
+struct CountedRows {
+  char* const* base;
+  int (*written)[3];  // [token][rank]
+  int64_t tensor_row_bytes() const { return 4; }
+  template <class EachPlace>
+  void publish_to(const char*, int64_t token, EachPlace&& each_place) const {
+    each_place([&](char* place) {
+      for (int r = 0; r < 3; ++r) written[token][r] += place >= base[r] && place < base[r] + kSegment;
+    });
+  }
+  static constexpr int kSegment = 1 << 16;
+};
+
+// A row is pushed once to every rank that its token visits, however many of its experts are there.
+template <class Dims>
+bool rows_are_pushed_once(const Dims& dims) {
+  constexpr int kTokens = 5, kTopk = 4;
+  static const int64_t ids[kTokens][kTopk] = {
+      {0, 1, 2, 3}, {5, 5, 4, 5}, {-1, 2, -1, 3}, {3, 0, 2, 1}, {-1, -1, -1, -1}};
+  const int expected[kTokens][3] = {{1, 1, 0}, {0, 0, 1}, {0, 1, 0}, {1, 1, 0}, {0, 0, 0}};
+  static char memory[3][CountedRows::kSegment];
+  char* const base[] = {memory[0], memory[1], memory[2]};
+  Shape shape{3, 6, kTokens, 1, kTopk, 4, 4};
+  shape.num_pushed_tokens = shape.num_pushed_rows = kTokens;
+  const PlacementTables placement = PlacementTables::make({0, 0, 1, 1, 2, 2}, 3);
+  const World w{shape, Layout::make(shape), placement.view(), base, nullptr, 0, 1, 1};
+  int written[kTokens][3] = {};
+  const char x[kTokens * 4] = {};
+  push_rows(Solo{}, dims, w, RoutingTables::of(w), ExpertIds{ids, false}, 0, x, kTokens, CountedRows{base, written});
+  const bool right = w.layout.bytes <= CountedRows::kSegment && std::memcmp(written, expected, sizeof(written)) == 0;
+  if (!right) std::printf("a row was not pushed once to every rank of its token\n");
+  return right;
+}
+
+// A part of a row moves in the widest vector that divides it.
+bool parts_have_wide_vectors() {
+  bool right = true;
+  for (const int64_t bytes : {0, 1, 2, 3, 4, 6, 8, 12, 16, 20, 32, 48, 56, 64, 130}) {
+    const size_t expected = bytes % 16 == 0 ? 16 : bytes % 4 == 0 ? 4 : 1;
+    with_vectors(bytes, [&](auto vector, int n) {
+      right = right && sizeof(vector) == expected && n * int64_t{sizeof(vector)} == bytes;
+    });
+  }
+  if (!right) std::printf("a part of a row moves in another vector\n");
+  return right;
+}
+
 // A lane of one warp, executed in parallel with the others.
 struct Lane {
   int64_t index;
@@ -205,5 +255,8 @@ int main() {
   for (int n = 0; n <= 20; ++n) right = sum_is_in_order(n) && right;
   right = codes_are_equal() && right;
   right = rows_fill_the_blocks() && right;
+  right = rows_are_pushed_once(RuntimeDims{1, 4}) && right;
+  right = rows_are_pushed_once(FixedDims<1, 4>{}) && right;
+  right = parts_have_wide_vectors() && right;
   return flush_is_one_quiet() && right ? 0 : 1;
 }

@@ -12,7 +12,7 @@ from device.jit_tools import compile_at_once, require_compiler, write_small_sour
 
 from moe_rt.engine.gpu import cubins as cubin_cache
 from moe_rt.engine.gpu import jit
-from moe_rt.engine.gpu.cubins import open_cache
+from moe_rt.engine.gpu.cubins import CubinCache, open_cache
 
 
 @pytest.fixture
@@ -82,6 +82,15 @@ def test_a_temporary_directory_of_others_is_not_used(read_only: Path, tmp_path: 
     with pytest.warns(RuntimeWarning, match="kernels are not kept: "):
         assert entries("old") == [b"of the image"]
     assert not list(other.iterdir())
+
+
+@pytest.mark.parametrize("what", ["a link", "a file"])
+def test_only_a_directory_is_used(tmp_path: Path, what: str) -> None:
+    (tmp_path / "other").mkdir(mode=0o700)
+    place = tmp_path / "place"
+    place.symlink_to(tmp_path / "other") if what == "a link" else place.touch(mode=0o700)
+    with pytest.raises(OSError, match=r"\[Errno (17|20|40)\]"):
+        CubinCache(place)
 
 
 def test_an_entry_that_cannot_be_put_in_place_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,12 +80,14 @@ def test_a_dead_gpu_hides_no_error(act: Callable[[Buffer, Any], None], kind: typ
     assert segments.addresses == [], "its memory is given back"
 
 
-def test_a_launch_that_failed_ends_the_group() -> None:
+@pytest.mark.parametrize("part", ["a whole op", "first half", "second half"])
+def test_a_launch_that_failed_ends_the_group(part: str) -> None:
     gpu = DyingGpu()
     with Buffer(ThreadGroup.make(1, gpu)[0], **buffer_kwargs(SPEC)) as buffer:
+        begun = buffer.dispatch(*inputs(), wait=False) if part == "second half" else None
         gpu.dead = True
         with pytest.raises(LaunchFailed):
-            buffer.dispatch(*inputs())
+            buffer.dispatch(*inputs(), wait=part != "first half") if begun is None else begun.wait()
         gpu.dead = False
         with pytest.raises(GroupPoisoned, match="CUDA_ERROR_ILLEGAL_ADDRESS") as raised:
             buffer.dispatch(*inputs())

@@ -24,6 +24,7 @@ from support.routing import buffer_kwargs, make_spec
 from moe_rt import Buffer, ThreadGroup, _engine
 from moe_rt.diagnostics.report import readable
 from moe_rt.engine import backend
+from moe_rt.engine.cpu import CpuEngine
 from moe_rt.errors import Code, GroupPoisoned, MoeRtError
 
 MakeRanks = Callable[[str, int], Ranks]
@@ -229,6 +230,14 @@ def test_hostile_last_words(num_bytes: int) -> None:
     assert str(raised.value).isprintable()
     assert len(str(raised.value)) < 700
     made[0].close()
+
+
+@pytest.mark.parametrize(("peer", "words"), [(-1, ""), (0, ""), (1, "from  1"), (2, "")], ids=str)
+def test_last_words_of_a_peer_on_another_node(peer: int, words: str) -> None:
+    """They are read over the network, and shown on one line; a rank that does not exist has none."""
+    engine: Any = SimpleNamespace(remote_last_words=lambda peer: f"from\r\n{peer}".encode())
+    own: Any = SimpleNamespace(_engine=engine, _segments=SimpleNamespace(mappings=[bytearray(0), None]))
+    assert CpuEngine._last_words_of(own, peer) == words
 
 
 def test_the_first_of_last_words_stay() -> None:

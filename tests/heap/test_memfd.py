@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from support.ranks import ThreadRanks
 
 from moe_rt import ThreadGroup
-from moe_rt.errors import SegmentPermission
+from moe_rt.errors import CorruptPeer, MoeRtError, OutOfSharedMemory, SegmentPermission
 from moe_rt.memory import shm
 from moe_rt.memory.segments import Segments, no_memory
 
@@ -128,6 +129,33 @@ def test_a_refused_segment_leaves_nothing_on_any_rank(monkeypatch: pytest.Monkey
     assert len(os.listdir("/proc/self/fd")) == before
     assert [type(error) for error in errors] == [SegmentPermission] * 3
     assert [segments.mappings for segments in made] == [[]] * 3, "errors that are kept keep no memory"
+
+
+@pytest.mark.parametrize("name", ["pid", "host", "fd"])
+@pytest.mark.parametrize("value", [None, "1", 1.0, True])
+def test_a_record_that_is_none(name: str, value: Any) -> None:
+    """No path is formed from a record with another field or a field of another type."""
+    record = dict(pid=os.getpid(), fd=0, dev=0, ino=0, host="")
+    record |= {name: value} if type(record[name]) is not type(value) else {"another": value}
+    with pytest.raises(CorruptPeer, match=r"segment of rank 2: got the record .*, expected the fields") as raised:
+        shm.attach_segment(1, 2, record, 4096, [], Segments([], [], []))
+    assert (raised.value.rank, raised.value.peer) == (1, 2)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("ENOMEM", OutOfSharedMemory), ("EPERM", SegmentPermission)])
+def test_pages_that_the_kernel_refuses(monkeypatch: pytest.MonkeyPatch, name: str, kind: type[MoeRtError]) -> None:
+    class Refusing(mmap.mmap):
+        def madvise(self, option: int, *place: int) -> None:
+            if option == shm._MADV_POPULATE_WRITE:
+                raise OSError(getattr(errno, name), "no pages")
+
+    monkeypatch.setattr(shm.mmap, "mmap", Refusing)
+    opened: list[int] = []
+    try:
+        with pytest.raises(kind, match=r"rank 3 .*no pages"):
+            shm.make_segment(4096, opened, 3)
+    finally:
+        os.close(opened[0])
 
 
 def test_pages_are_reserved_by_kernels_that_cannot_fault_them_in(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,3 +106,33 @@ def test_two_levels_push_nothing() -> None:
     assert spec.gpu_shape().segment_bytes() == spec.shape().segment_bytes()
     flat = make_spec(4)
     assert flat.gpu_shape().segment_bytes() == flat.shape(pushes=True).segment_bytes()
+
+
+@pytest.mark.parametrize("gpus", [True, False])
+@pytest.mark.parametrize("nccl", [True, False])
+def test_processes_have_gpus_if_there_are_any_and_nccl_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, gpus: bool, nccl: bool
+) -> None:
+    monkeypatch.setattr(backend.torch.cuda, "is_available", lambda: gpus)
+    monkeypatch.setattr(backend, "_has_nccl", lambda rendezvous: nccl)
+    monkeypatch.setattr(backend, "Gpu", lambda device: f"the GPU of {device}")
+    found = backend.choose_backend(None, "auto")  # type: ignore[arg-type]
+    expected = ("nvshmem", "the GPU of cuda", False) if gpus and nccl else ("shm", None, True)
+    assert (found.heap, found.gpu, found.anywhere) == expected
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer", "inside"),
+    [
+        ((0, 0, 1, 1), (0, 0, 1, 1), True),
+        ((0, 0, 1, 1), (1, 1, 0, 0), True),
+        ((0, 0, 1, 1), (0, 0, 0, 0), True),
+        ((0, 0, 0, 0), (0, 0, 1, 1), False),
+        ((0, 0, 1, 1), (0, 0, 1, 2), False),
+        ((0, 1, 1, 0), (0, 0, 1, 1), False),
+        ((0, 1, 2, 3), (0, 0, 1, 1), True),
+    ],
+    ids=str,
+)
+def test_nodes_inside_others(inner: tuple[int, ...], outer: tuple[int, ...], inside: bool) -> None:
+    assert Topology(inner).is_inside(Topology(outer)) is inside

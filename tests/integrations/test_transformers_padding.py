@@ -121,6 +121,16 @@ def test_a_token_that_others_attend_to_is_real() -> None:
     assert model[0](torch.zeros(6, 4), no_self).all()
 
 
+def test_experts_that_ran_without_their_attention_use_no_mask_any_more() -> None:
+    model = nn.ModuleList([Layer()])
+    watch_attention(model)
+    x = torch.zeros(6, 4)
+    for _ in range(2):
+        assert model[0](x, REAL_TOKENS) is not None
+    assert model[0].attended.real(6) is None
+    assert model[0](x, REAL_TOKENS) is None
+
+
 def test_layers_that_are_not_understood_send_padding() -> None:
     """Layers with two attentions, hence two masks, or with experts that run before attention send padding."""
     two, first, apart = Layer(attentions=2), Layer(), nn.ModuleList([Layer.Attention(), nn.Identity()])

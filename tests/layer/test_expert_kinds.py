@@ -271,3 +271,22 @@ def test_nonsense_is_refused(changes: dict[str, Any], message: str) -> None:
     sizes: dict[str, Any] = dict(hidden=8, intermediate=4, num_experts=8, num_topk=2, num_max_tokens_per_rank=4)
     with pytest.raises(InvalidConfig, match=message):
         MoEConfig(**sizes, **changes)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("how", ["plain", "row-wise", "tiled", "a bias", "a bias on a GPU"])
+@pytest.mark.parametrize("sizes", SPREADS, ids=str)
+def test_rows_past_the_end_are_zero_in_anomaly_mode(dtype: torch.dtype, how: str, sizes: list[int]) -> None:
+    offs, real = offs_of(sizes), sum(sizes)
+    x, weight = poisoned_rows(dtype, real), torch.randn(3, F, H).to(dtype)
+    with torch.autograd.detect_anomaly(check_nan=False):
+        if how == "tiled":
+            y = grouped._tiled_mm(x, weight.transpose(1, 2), offs)
+        elif "bias" in how:
+            add = grouped._grouped_add_on_gpu if "GPU" in how else grouped._grouped_add
+            y = add(x, torch.randn(3, H).to(dtype), offs)
+        else:
+            y = grouped.grouped_linear(x, weight, offs, row_wise=how == "row-wise")
+    assert not y[real:].any()
+    assert y[:real].isfinite().all()

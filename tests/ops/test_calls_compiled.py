@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor import lowering
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -141,6 +142,14 @@ def test_dispatcher_refuses_a_bound_that_is_no_integer(buffer: Buffer) -> None:
         wrong: Any = "5"
         with pytest.raises(InvalidInput, match="max_tokens: got '5', expected an integer"):
             buffer.dispatch(*fakes, max_tokens=wrong)
+
+
+def test_compiled_ops_get_tensors_with_the_strides_that_were_traced() -> None:
+    """Inductor may choose other strides for the inputs of an op without such a constraint, and the op refuses them."""
+    op = torch.ops.moe_rt.combine.default
+    in_order.kept_in_order([op], lambda: None)()
+    exact = lowering.tag_to_layout_constraint(torch._C.Tag.needs_exact_strides)
+    assert lowering.maybe_layout_constraints(op) is exact is not None
 
 
 class LoweredGraph:

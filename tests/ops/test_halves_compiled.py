@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from moe_rt import Buffer, ThreadGroup
-from moe_rt.errors import InvalidInput
+from moe_rt.errors import InvalidInput, Op
 from moe_rt.ops import declare
 
 MakeRanks = Callable[[str, int], Ranks]
@@ -119,8 +119,9 @@ def test_opcheck(buffer: Buffer) -> None:
 def test_out_is_not_for_halves(buffer: Buffer) -> None:
     x, idx, weights = (t.detach() for t in inputs(0))
     recv_x, recv_weights, handle = buffer.dispatch(x, idx, weights)
-    with pytest.raises(InvalidInput, match="out: got wait=False also"):
+    with pytest.raises(InvalidInput, match="out: got wait=False also") as raised:
         buffer.combine(recv_x, recv_weights, handle, out=torch.empty_like(x), wait=False)  # type: ignore[call-overload]
+    assert raised.value.op == Op.COMBINE
 
 
 def compiled(group: Any, backend: str, num_rounds: int) -> None:

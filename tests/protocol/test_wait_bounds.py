@@ -24,12 +24,13 @@ class Wait(NamedTuple):
 def wait(machine: str, timeout_s: float, num_ranks: int, *late_s: float | str) -> Wait:
     """Run a wait of rank 0: rank 1 announces after late_s[0], rank 2 after late_s[1] and so on; the other ranks never
     do."""
-    arguments = [machine, str(timeout_s), str(num_ranks), *map(str, late_s)]
-    done = subprocess.run(
-        [compile_program("waiting.cpp"), *arguments], capture_output=True, text=True, check=True, timeout=3000
-    )
-    code, peer, seconds, napped = done.stdout.split()
+    code, peer, seconds, napped = printed(machine, timeout_s, num_ranks, *late_s)
     return Wait(int(code), int(peer), float(seconds), float(napped))
+
+
+def printed(*arguments: float | str) -> list[str]:
+    command = [str(compile_program("waiting.cpp")), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=3000).stdout.split()
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -95,6 +96,11 @@ def test_rows_of_a_lost_peer_are_not_taken_for_there() -> None:
     """Rows of a lost peer are not used, although every request to it has completed, successfully or not."""
     found = wait("lost", 1.0, 4)
     assert (found.code, found.peer) == (Code.PEER_DEAD, 3)
+
+
+def test_last_words_are_of_a_peer_that_can_be_read() -> None:
+    """They are empty if the network has lost the peer or does not answer."""
+    assert printed("words", 1.0, 4) == ["'words'", "''", "''"]
 
 
 def test_a_signal_while_rows_are_awaited_is_no_peers() -> None:

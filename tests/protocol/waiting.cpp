@@ -3,6 +3,7 @@
 //
 // Usage: waiting cpu|gpu|nodes|left TIMEOUT_S NUM_RANKS LATE_S...
 //        waiting lost|interrupted|passed|abandoned TIMEOUT_S NUM_RANKS
+//        waiting words TIMEOUT_S NUM_RANKS
 //
 // First form: rank 0's first peers announce after LATE_S each, the others never. If LATE_S begins with "blamed:", the
 // last rank announces then that it has timed out on rank 0; with "woken:" rank 0 is frozen from then on, and finds that
@@ -16,12 +17,16 @@
 // the first of the two ("abandoned") or the second ("passed").
 //
 // Prints the code that ends the op, the peer it names, the op's duration, and the time in naps.
+//
+// Third form: prints the last words of the last rank in quotes, read over a network that works, that has lost the rank
+// and that never completes the request.
 #include <sched.h>
 #include <time.h>
 
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <initializer_list>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -129,6 +134,18 @@ Status wait_for_rows(const World& world, bool loses, double timeout_s) {
   return peers.settle(peers.ranks(), Phase::kGather, idle);
 }
 
+void print_last_words(const World& world) {
+  const int last = world.shape.num_ranks - 1;
+  write_last_words(*world.at<LastWords>(last, world.layout.last_words), "words");
+  const std::vector<uint64_t> segments(world.shape.num_ranks, uint64_t(world.base[0]));
+  MappedNetwork works(segments, world.shape, 0);
+  SilentNetwork lost(segments, world.shape, true), silent(segments, world.shape, false);
+  for (Network* network : std::initializer_list<Network*>{&works, &lost, &silent}) {
+    RemoteNetwork peers(std::vector<char*>(segments.size(), nullptr), *network);
+    std::printf("'%s' ", peers.last_words(world, last).c_str());
+  }
+}
+
 // Waits for the combine of `source`, which `announcer` passes on.
 Status wait_for_passed_on(const World& world, int source, int announcer, double timeout_s) {
   SilentNetwork network(std::vector<uint64_t>(world.shape.num_ranks, uint64_t(world.base[0])), world.shape, true);
@@ -170,6 +187,7 @@ int main(int argc, char** argv) {
   char* const segment = memory.get() + kPage - reinterpret_cast<uintptr_t>(memory.get()) % kPage;
   const std::vector<char*> base(num_ranks, segment);
   const World world{shape, layout, {}, base.data(), nullptr, 0, 1, 1};
+  if (is("words")) return print_last_words(world), 0;
   world.mailbox(0, Kind::kDispatch, 0).signal = 1;
   for (int i = 4; i < argc; ++i) {
     const char* const colon = std::strchr(argv[i], ':');

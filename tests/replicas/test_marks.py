@@ -12,6 +12,7 @@ from support.ranks import Ranks
 from torch import Tensor
 
 from moe_rt.buffer import replicas
+from moe_rt.nn import part, part_reductions
 from moe_rt.nn.part import Whole, as_part
 
 MakeRanks = Callable[[str, int], Ranks]
@@ -98,3 +99,36 @@ def test_which_results_are_parts(name: str) -> None:
     out = compute(as_part(torch.randn(2, 4, 6), WHOLE))
     assert getattr(out, "whole", None) == expected
     assert getattr(out, "mixed", False) is (name == "all of them stacked")
+
+
+REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": torch.mean,
+    "sum": torch.sum,
+    "largest": torch.amax,
+    "smallest": torch.amin,
+    "norm": torch.linalg.vector_norm,
+    "third norm": lambda p: torch.linalg.vector_norm(p, 3.0),
+    "largest magnitude": lambda p: torch.linalg.vector_norm(p, float("inf")),
+    "smallest magnitude": lambda p: torch.linalg.vector_norm(p, float("-inf")),
+    "number of nonzero elements": torch.count_nonzero,
+}
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_a_reduction_over_parts_of_two_sizes_is_that_of_the_whole(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The collectives are stood in for: this rank gets what the other rank has given, or its own number back."""
+    combine = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+    given: list[Tensor] = []
+
+    def all_reduce(number: Tensor, how: str, group: str) -> Tensor:
+        assert group == "a group"
+        given.append(number)
+        return number if len(given) == 1 else combine[how](number, given[0])
+
+    monkeypatch.setattr(part, "wants_all_ranks", lambda: True)
+    monkeypatch.setattr(part_reductions, "_all_reduce", all_reduce)
+    ours, theirs = torch.randn(2, 4), torch.randn(3, 4)
+    ours[1, 2] = 0
+    for piece in (theirs, ours):
+        got = REDUCTIONS[name](as_part(piece, WHOLE))
+    torch.testing.assert_close(got, REDUCTIONS[name](torch.cat([ours, theirs])))

@@ -15,6 +15,7 @@ from support.ranks import Ranks
 
 from moe_rt import MoELayer, routes
 from moe_rt.errors import InvalidConfig, InvalidInput
+from moe_rt.routes.calls import Calls
 
 MakeRanks = Callable[[str, int], Ranks]
 
@@ -68,6 +69,15 @@ def test_one_changed_id_changes_one_token(tmp_path: Path, at: int) -> None:
     assert (out != expected).any(1).nonzero().flatten().tolist() == [token]
     assert (moved != grad).any(1).nonzero().flatten().tolist() == [token]
     model.close()
+
+
+def test_a_forward_in_a_backward_that_recomputes_nothing_has_no_number() -> None:
+    of_layer = Calls()
+    numbers = [of_layer.number()]
+    y = 2 * torch.ones(1, requires_grad=True)
+    y.register_hook(lambda grad: numbers.append(of_layer.number()))
+    y.backward()
+    assert (numbers, of_layer.count) == ([0, None], 1)
 
 
 def test_a_recorded_expert_outside_the_top_k_learns() -> None:

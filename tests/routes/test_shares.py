@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,8 @@ import pytest
 import torch
 
 from moe_rt.errors import InvalidConfig, WriteFailed
-from moe_rt.routes import session
-from moe_rt.routes.file import Routes, merge
+from moe_rt.routes import ops, session
+from moe_rt.routes.file import Routes, load, merge
 
 
 def made(rank: list[int], micro_batch: list[int], num_micro_batches: int, num_ranks: int = 1) -> Routes:
@@ -82,3 +83,42 @@ def test_a_full_disk_leaves_no_part_of_a_file(monkeypatch: pytest.MonkeyPatch, t
     with pytest.raises(WriteFailed, match="No space left on device"):
         made([0], [0], 1).save(tmp_path / "routes.npz")
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("routes.npz", b"an older file")]
+
+
+def test_a_directory_that_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(WriteFailed, match=r"routes .*none/a.npz: got No such file or directory, expected to write"):
+        made([0], [0], 1).save(tmp_path / "none/a.npz")
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"), [("rank", -1), ("rank", 2), ("micro_batch", -1), ("micro_batch", 3)], ids=str
+)
+def test_a_number_out_of_range_in_a_file(tmp_path: Path, name: str, wrong: int) -> None:
+    """Its error says which number and which are expected; the largest ones are fine."""
+    whole = made([0, 1], [0, 2], 3, num_ranks=2)
+    whole.save(tmp_path / "a.npz")
+    assert getattr(load(tmp_path / "a.npz"), name).tolist() == getattr(whole, name).tolist()
+    replace(whole, **{name: torch.tensor([wrong, 0], dtype=torch.int32)}).save(tmp_path / "a.npz")
+    most = {"rank": 1, "micro_batch": 2}[name]
+    with pytest.raises(InvalidConfig, match=f"a.npz: {name}: got a number out of range, expected 0 to {most} "):
+        load(tmp_path / "a.npz")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("micro_batch", [None, 1])
+@pytest.mark.parametrize("rank", [None, 0])
+def test_a_part_of_a_ranks_own_routes_is_its_own(num_ranks: int, micro_batch: int | None, rank: int | None) -> None:
+    own = replace(made([0] * 3, [0, 1, 1], 2, num_ranks), of_rank=None if num_ranks == 1 else 0)
+    part = own.of(rank=rank, micro_batch=micro_batch)
+    assert part.of_rank == own.of_rank
+    assert len(part.rank) == (3 if micro_batch is None else 2)
+    merged = replace(own, of_rank=None).of(rank=rank)
+    assert merged.of_rank == (None if num_ranks == 1 else rank), "the part of a rank is its own"
+
+
+@pytest.mark.parametrize("part", [ops._note, ops._recorded])
+def test_routes_of_a_graph_that_is_captured(monkeypatch: pytest.MonkeyPatch, part: Any) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    ids: Any = SimpleNamespace(is_cuda=True)
+    with pytest.raises(InvalidConfig, match="got a CUDA graph that is being captured"):
+        part(ids, ids, 0)

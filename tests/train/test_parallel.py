@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import Ranks
+from torch import nn
 from train import cases_train as cases
 
 from moe_rt.errors import InvalidConfig
@@ -41,6 +42,13 @@ def test_sums(make_ranks: MakeRanks, ep: int, experts: list[float]) -> None:
     results = make_ranks("shm", 4).run(cases.added_up, ep)
     assert [shared for shared, _ in results] == [6] * 4
     assert [expert for _, expert in results] == experts
+
+
+def test_gradients_are_where_their_parameters_are() -> None:
+    some = [nn.Parameter(torch.empty(n, device="meta")) for n in (3, 0, 2)]
+    flat = parallel._flat_gradient(iter(some), torch.device("meta"))
+    assert (flat.device.type, flat.shape) == ("meta", (5,))
+    assert [p.grad.shape for p in some if p.grad is not None and p.grad._base is flat] == [(3,), (0,), (2,)]
 
 
 def test_what_a_step_reports_is_of_all_ranks(make_ranks: MakeRanks) -> None:

@@ -40,6 +40,40 @@ def test_what_attends_to_what_depends_on_the_distance() -> None:
     assert scores[0].unique().numel() == 8
 
 
+def attend(attention: Attention, x: Tensor) -> Tensor:
+    """Return what the attention adds to x [S, H], one head and one query at a time."""
+    q, k, v = (x @ attention.qkv.weight.T).split(x.shape[1], dim=1)
+    size = x.shape[1] // attention.num_heads
+    heads = []
+    for first in range(0, x.shape[1], size):
+        part = slice(first, first + size)
+        queries, keys = attention._rotate(q[:, part]), attention._rotate(k[:, part])
+        rows = [(keys[: i + 1] @ queries[i] / size**0.5).softmax(0) @ v[: i + 1, part] for i in range(len(x))]
+        heads.append(torch.stack(rows))
+    return torch.cat(heads, dim=1) @ attention.out.weight.T
+
+
+def test_the_decoder_is_the_sum_of_its_parts() -> None:
+    """Logits are those of the formula of a decoder, written down once more with the same weights."""
+    config = cases.tiny(num_layers=2)
+    model = decoder(config)
+    for name, p in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(p, 0.5, 2.0)
+    tokens = torch.randint(256, (1, config.seq_len), generator=torch.Generator().manual_seed(3))
+
+    def normed(x: Tensor, norm: torch.nn.Module) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + torch.finfo().eps).sqrt() * norm.weight
+
+    with torch.no_grad():
+        x = model.embedding.weight[tokens[0]]
+        for block in model.layers:
+            x = x + attend(block.attention, normed(x, block.attention_norm))
+            x = x + block.moe(normed(x, block.moe_norm)[None])[0][0]
+        expected = normed(x, model.norm) @ model.head.weight.T
+        torch.testing.assert_close(model(tokens).logits[0], expected, rtol=1e-4, atol=1e-5)
+
+
 def test_only_matrices_decay() -> None:
     config = cases.tiny(weight_decay=0.25)
     model = decoder(config)

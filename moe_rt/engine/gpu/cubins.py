@@ -82,7 +82,7 @@ class CubinCache:
 
     def __init__(self, directory: Path, beneath: CubinCache | None = None) -> None:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        self._fd = os.open(directory, os.O_DIRECTORY | os.O_NOFOLLOW)
         if not _is_private(os.fstat(self._fd)):
             os.close(self._fd)
             raise PermissionError(f"{directory} belongs to another user or can be written by others")
@@ -152,7 +152,7 @@ class CubinCache:
             os.close(fd)
 
     def _open(self, name: str, flags: int) -> int:
-        return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self._fd)
+        return os.open(name, flags | os.O_NOFOLLOW, 0o600, dir_fd=self._fd)
 
 
 def _entry(key: str) -> str:
