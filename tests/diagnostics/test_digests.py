@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from moe_rt import diagnostics
 from moe_rt.cli import main
 from moe_rt.diagnostics.digests import row_digests
-from moe_rt.errors import InvalidConfig
+from moe_rt.errors import InvalidConfig, WriteFailed
 
 MakeRanks = Callable[[str, int], Ranks]
 
@@ -154,6 +154,15 @@ def test_compiled_layers_are_refused(tmp_path: Path) -> None:
         with pytest.raises(InvalidConfig, match="watched already"), diagnostics.digest(layer, tmp_path / "two"):
             pass
     layer.buffer.close()
+
+
+def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    model = Mixed(None)
+    expected = r"digests .*rank-00000\.jsonl: got Not a directory, expected to write there"
+    with pytest.raises(WriteFailed, match=expected), diagnostics.digest(model, tmp_path / "file/digests"):
+        pass
+    model.close()
 
 
 def test_steps_after_the_block_are_not_watched(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from support.emulated_gpu import EmulatedGpu
 
 from moe_rt import Buffer
 from moe_rt.group.thread_ranks import ThreadRanks
-from moe_rt.lab.check import correctness, failures, layers, scale, training
+from moe_rt.lab.check import compiling, correctness, failures, layers, scale, training
 from moe_rt.lab.check.layers import LayerSizes
 from moe_rt.lab.check.steps import STEPS, Check, perform
 from moe_rt.lab.testing.rounds import WrongOutput, check_bits, check_close
@@ -46,6 +47,20 @@ def test_correctness(size: int) -> None:
 def test_cases_of_the_full_run(name: str) -> None:
     (case,) = [case for case in correctness.cases(2, quick=False) if case.name == name]
     correctness.run_case(EmulatedGpu(), 2, case, 1 if "large" in name else 3)
+
+
+def test_kernels_are_compiled_for_possible_sizes() -> None:
+    for variant in (*compiling.VARIANTS, *compiling.NEEDED, *compiling.GIN_VARIANTS):
+        assert variant.topk <= 32, variant
+        assert variant.hidden > variant.topk or variant.hidden == variant.topk == 0, variant
+
+
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("size", correctness.SIZES)
+def test_no_two_cases_check_the_same(size: int, quick: bool) -> None:
+    assert correctness.SIZES == (1, 2, 4, 8)
+    found = correctness.cases(size, quick)
+    assert len({repr(replace(case, name="")) for case in found}) == len({case.name for case in found}) == len(found)
 
 
 @pytest.fixture

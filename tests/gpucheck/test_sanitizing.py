@@ -36,6 +36,12 @@ def test_sanitizer_runs_the_step_under_the_tool(tmp_path: Path, monkeypatch: pyt
     assert check.details == [f"{name}: ERROR SUMMARY: 0 errors" for name in sanitizing.TOOLS]
 
 
+def test_a_tool_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sanitizing, "run_command", lambda *given: (False, "========= ERROR SUMMARY: 0 errors\n"))
+    with pytest.raises(WrongOutput, match="got no end within 3 s; last words:\n=+ ERROR SUMMARY"):
+        sanitizing.sanitize(["tool"], "cpu", 3.0)
+
+
 def test_sanitizer_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CUDA_HOME", raising=False)

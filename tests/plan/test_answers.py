@@ -13,10 +13,10 @@ from click.testing import CliRunner
 
 from moe_rt.cli import main
 from moe_rt.errors import InvalidConfig
-from moe_rt.plan import simulate, tune
+from moe_rt.plan import plots, simulate, tune
 from moe_rt.plan.answers import Cluster, Configuration, layer_of, make_plan, overlapped
 from moe_rt.plan.ask import QUESTIONS, Setting
-from moe_rt.plan.calibration import calibrate, save
+from moe_rt.plan.calibration import calibrate, published, save
 from moe_rt.plan.models import MODELS, find_model, read_config
 from moe_rt.plan.points import COLUMNS, parse
 from moe_rt.plan.routing import capacity_advice, popularity
@@ -310,6 +310,29 @@ def test_searches_never_repeat_a_trial() -> None:
     for search in tune.SEARCHES.values():
         numbers = [trial.number for trial in search(SPACE, bowl, 30, seed=3)]
         assert len(set(numbers)) == len(numbers) == 30
+
+
+def test_configurations_are_alike_by_their_knobs() -> None:
+    alike = tune.Space({"size": [1.0, 2.0, 4.0, 64.0], "word": ["a", "b"]}).alike()
+    assert np.diag(alike) == pytest.approx(np.ones(8))
+    assert (alike == alike.T).all()
+    near, far, other_word = alike[0, 2], alike[0, 6], alike[0, 1]
+    assert 1 > near > far > 0
+    both = (tune.ALIKE_WORDS + 1) / 2, tune.ALIKE_WORDS  # sizes are equal: the mean and the product of the knobs
+    assert other_word == pytest.approx(sum(both) / 2)
+
+
+def test_a_plot_has_the_floor_of_its_links() -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots()
+    plots._draw_times(axes, make_plan(QWEN, Cluster(8), 64), UNIFORM, published())
+    lines = {line.get_label(): line for line in axes.get_lines()}
+    for op in ("dispatch", "combine"):
+        tokens, floors = lines[f"{op}, links alone"].get_data()
+        assert floors / tokens == pytest.approx(np.full(len(tokens), floors[0] / tokens[0]))  # bytes are per token
+        assert (floors < lines[op].get_ydata()).all()
 
 
 @pytest.mark.parametrize("suffix", ["svg", "png"])
