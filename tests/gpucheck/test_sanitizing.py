@@ -38,7 +38,7 @@ def test_sanitizer_runs_the_step_under_the_tool(tmp_path: Path, monkeypatch: pyt
 
 def test_a_tool_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sanitizing, "run_command", lambda *given: (False, "========= ERROR SUMMARY: 0 errors\n"))
-    with pytest.raises(WrongOutput, match="got no end within 3 s; last words:\n=+ ERROR SUMMARY"):
+    with pytest.raises(WrongOutput, match=r"got no end within 3 s; last words:\n=+ ERROR SUMMARY"):
         sanitizing.sanitize(["tool"], "cpu", 3.0)
 
 
