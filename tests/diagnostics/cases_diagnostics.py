@@ -163,11 +163,13 @@ def crossed_with_some(group: Any) -> str:
     """Rank 1 uses a buffer of ranks 1 and 2 first, ranks 0 and 2 that of all three; rank 0, then rank 2 times out."""
     rank, some = group.rank(), dist.new_group([1, 2])
     try:
-        with open_buffer(group, timeout_s={0: 1.0, 1: 60.0, 2: 60.0}[rank]) as all_three:
+        with open_buffer(group, timeout_s={0: 2.0, 1: 60.0, 2: 60.0}[rank]) as all_three:
             if rank == 0:
+                dist.barrier(group)
                 good_round(all_three)
                 return "no error"
             with open_buffer(some, timeout_s=60.0) as pair:
+                dist.barrier(group)  # rank 1 waits by the time rank 0 gives up
                 for buffer in (pair, all_three) if rank == 1 else (all_three, pair):
                     good_round(buffer)
     except MoeRtError as error:

@@ -43,6 +43,9 @@ OF_OTHERS = {
     "--training.disable_cuda_graphs": "torchtitan",
     "--compile.enable": "torchtitan",
     "--late-ms": "bench/overlap.py",
+    "--intermediate": "bench/overlap.py",
+    "--sample": "tools/sampled_mutants.py",
+    "--jobs": "tools/sampled_mutants.py",
 } | dict.fromkeys(
     (
         *("--additional-config", "--all2all-backend", "--data-parallel-size", "--enable-dbo", "--enable-eplb"),

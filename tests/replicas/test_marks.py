@@ -73,7 +73,7 @@ def test_leaves_of_a_graph_with_several_branches() -> None:
     weight, bias = node("AccumulateGrad", variable=first), node("AccumulateGrad", variable=second)
     product = node("Mm", weight, node("MoeRtDispatchBackward", behind))
     graph = node("Add", product, None, bias, product, node("MoeRtDispatchBackward", behind))
-    assert {id(t) for t in replicas._leaves(graph)} == {id(first), id(second)}
+    assert {id(t) for t in replicas.leaves(graph)} == {id(first), id(second)}
 
 
 WHOLE = Whole("a group", (2, 3), 4)
