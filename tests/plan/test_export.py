@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,10 +30,16 @@ QWEN = MODELS["qwen3-30b-a3b"]
 H200 = "H200 SXM"
 
 
+def test_parquet_needs_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    plan = make_plan(QWEN, Cluster(8, H200, library="DeepEP-V1.2.1"), 256)
+    for act in (lambda path: export(plan, path), read_table):
+        with pytest.raises(InvalidConfig, match=r"got \.parquet without pyarrow, expected it installed, or \.csv"):
+            act(tmp_path / "a.parquet")
+
+
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
 def test_a_table_returns_as_the_predictions_that_made_it(tmp_path: Path, suffix: str) -> None:
-    if suffix == "parquet":
-        pytest.importorskip("pyarrow")
     cluster = Cluster(8, H200, library="DeepEP-V1.2.1")
     plan = make_plan(QWEN, cluster, 256)
     path = tmp_path / f"moe_a2a_perf.{suffix}"
