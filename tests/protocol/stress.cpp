@@ -29,8 +29,8 @@ namespace {
 constexpr int kHidden = 24, kTopk = 3, kExperts = 8;
 int most_tokens = 9;  // per rank; set before any rank exists
 bool one_is_late = false;
-uint64_t num_ended = 0;     // ops that all ranks have ended, if one is late
-constexpr int kScales = 4;  // scales per row, if any; its bytes are then codes
+[[maybe_unused]] uint64_t num_ended = 0;  // ops that all ranks have ended, if one is late
+constexpr int kScales = 4;                // scales per row, if any; its bytes are then codes
 
 #if defined(MOE_RT_EMULATED_GPU)
 using Rank = emulation::Engine<kHidden, kTopk>;
