@@ -171,13 +171,18 @@ void keep_promises(unsigned seed) {
   keep_the_first_poison(a, b, random);
 }
 
+// Connects ranks 0 and 1. Returns rank 1 as rank 0 has it.
+UcxPeer& connected(Rank& a, Rank& b) {
+  a.peers[1].connect(kApi, &b, 0, b.inbox.secret());
+  b.peers[0].connect(kApi, &a, 1, a.inbox.secret());
+  return a.peers[1];
+}
+
 // Put a few words that no post follows: a flush sends them.
 void flush_small_puts() {
   std::mt19937 random(1);
   Rank a, b;
-  UcxPeer& peer = a.peers[1];
-  peer.connect(kApi, &b, 0, b.inbox.secret());
-  b.peers[0].connect(kApi, &a, 1, a.inbox.secret());
+  UcxPeer& peer = connected(a, b);
   for (uint32_t i = 0; i < 3; ++i) peer.put(kLayout.window[0].tokens + 8 * i, &i, sizeof(i));
   peer.flush();
   while (arrives(b, random) || arrives(a, random)) {
@@ -189,9 +194,7 @@ void flush_small_puts() {
 void send_many_rows() {
   std::mt19937 random(1);
   Rank a, b;
-  UcxPeer& peer = a.peers[1];
-  peer.connect(kApi, &b, 0, b.inbox.secret());
-  b.peers[0].connect(kApi, &a, 1, a.inbox.secret());
+  UcxPeer& peer = connected(a, b);
   const std::vector<char> row(1000);
   int64_t answers = 0, most = 0, num_rows = 1000;
   for (int64_t i = 0; i < num_rows; ++i) peer.put(kLayout.window[0].tokens, row.data(), int64_t(row.size()));
@@ -251,9 +254,7 @@ void post_after_rows() {
   for (unsigned seed = 0; seed < 5; ++seed) {
     std::mt19937 random(seed);
     Rank a, b;
-    UcxPeer& peer = a.peers[1];
-    peer.connect(kApi, &b, 0, b.inbox.secret());
-    b.peers[0].connect(kApi, &a, 1, a.inbox.secret());
+    UcxPeer& peer = connected(a, b);
     const auto place = [](Kind kind) { return kLayout.mailboxes + int64_t{sizeof(Mailbox)} * 2 * int(kind); };
     const std::vector<char> row(1000, char{1});
     const int64_t rows = kLayout.window[0].tokens;
@@ -279,9 +280,7 @@ void post_after_rows() {
 void end_a_group() {
   std::mt19937 random(1);
   Rank a, b;
-  UcxPeer& peer = a.peers[1];
-  peer.connect(kApi, &b, 0, b.inbox.secret());
-  b.peers[0].connect(kApi, &a, 1, a.inbox.secret());
+  UcxPeer& peer = connected(a, b);
   const std::vector<char> row(1000);
   peer.put(kLayout.window[0].tokens, row.data(), int64_t(row.size()));
   for (uint64_t seq = 1; seq < 3; ++seq) peer.post(kLayout.mailboxes, numbered(seq));

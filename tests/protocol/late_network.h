@@ -77,6 +77,8 @@ class LateNetwork final : public Network {
     });
   }
   void leave(const std::vector<uint64_t>&) override {}
+  // Takes the steps that are possible now. Returns after how many ms the background wants to go on.
+  int go_on() { return kept_->go_on(); }
 
  private:
   void move() {

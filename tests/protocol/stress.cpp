@@ -333,7 +333,8 @@ std::vector<uint64_t> make_segments(const Shape& shape, uint64_t first_seq) {
   return segments;
 }
 
-std::unique_ptr<Rank> make_engine(const Run& run, const Shape& shape, const std::vector<uint64_t>& segments, int rank) {
+std::unique_ptr<Rank> make_engine(const Run& run, const Shape& shape, const std::vector<uint64_t>& segments, int rank,
+                                  std::shared_ptr<LateNetwork> network) {
   std::vector<uint64_t> mapped = segments;
 #if !defined(MOE_RT_EMULATED_GPU)  // its launches know what a rank maps
   for (int peer = 0; peer < run.num_ranks; ++peer) {
@@ -355,8 +356,22 @@ std::unique_ptr<Rank> make_engine(const Run& run, const Shape& shape, const std:
                                              .num_lanes = run.lanes,
                                              .isa = "portable",
                                              .first_seq = run.first_seq,
-                                             .network = std::make_shared<LateNetwork>(segments, rank)});
+                                             .network = std::move(network)});
 }
+
+#if !defined(MOE_RT_EMULATED_GPU)
+// Closes an engine between the halves of an op: its proxy, which waits for neighbours, must do nothing any more.
+void close_between_the_halves(const Run& run, const Shape& shape, Rank& engine, LateNetwork& network) {
+  Tensors t = make_tensors(shape, run.num_local(0), run.capacity(0), run.with_scales);
+  const DispatchArgs args{t.x.data(),         t.idx.data(),       sizeof(int64_t), t.weights.data(),      0,
+                          most_tokens,        t.capacity,         t.recv_x.data(), t.recv_weights.data(), t.offs.data(),
+                          t.recv_plan.data(), t.send_plan.data(), t.scaled()};
+  expect_ok(engine.dispatch(args, 1, Half::kFirst), "the first half of an op that is left", 0, run.rounds);
+  expect(network.go_on() == tuning::kLookAtNeighboursMs, "the proxy does not wait for its neighbours", 0, run.rounds);
+  engine.close();
+  expect(network.go_on() == Background::kNever, "the proxy of a closed rank goes on", 0, run.rounds);
+}
+#endif
 
 }  // namespace
 
@@ -366,14 +381,22 @@ int main(int argc, char** argv) {
   const Shape shape = run.shape();
   const std::vector<uint64_t> segments = make_segments(shape, run.first_seq);
   std::vector<std::unique_ptr<Rank>> engines;
-  for (int r = 0; r < run.num_ranks; ++r) engines.push_back(make_engine(run, shape, segments, r));
+  std::vector<std::shared_ptr<LateNetwork>> networks;
+  for (int r = 0; r < run.num_ranks; ++r) {
+    networks.push_back(std::make_shared<LateNetwork>(segments, r));
+    engines.push_back(make_engine(run, shape, segments, r, networks[r]));
+  }
   std::vector<std::thread> ranks;
   for (int r = 0; r < run.num_ranks; ++r) {
     Tensors tensors = make_tensors(shape, run.num_local(r), run.capacity(r), run.with_scales);
     ranks.emplace_back([&, r, tensors] { run_rank(*engines[r], shape, r, run.rounds, tensors, run.num_local(r)); });
   }
   for (std::thread& t : ranks) t.join();
+#if !defined(MOE_RT_EMULATED_GPU)
+  if (one_is_late) close_between_the_halves(run, shape, *engines[0], *networks[0]);
+#endif
   engines.clear();
+  networks.clear();
   for (const uint64_t s : segments) std::free(reinterpret_cast<void*>(s));
   std::printf("%d ranks of %d lanes, %d rounds: every output as expected\n", run.num_ranks, run.lanes, run.rounds);
   return 0;
