@@ -71,8 +71,7 @@ def is_sharded(experts: nn.Module) -> bool:
 def over_network(buffer: Buffer) -> bool:
     """Return whether rows travel between the halves."""
     traits = HEAPS[buffer.heap]
-    by_threads = traits.network and not traits.gpu and buffer.route == "flat"  # on GPUs nothing was measured
-    return buffer.num_ranks > 1 and by_threads
+    return buffer.num_ranks > 1 and traits.network and not traits.gpu  # on GPUs nothing was measured
 
 
 def dispatch(

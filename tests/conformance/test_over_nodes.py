@@ -14,6 +14,7 @@ import pytest
 import torch
 from conformance import cases_scaled_rows
 from conformance.cases_equal_bits import make_batch, one_rank, splits
+from layer import cases_overlap
 from nodes.node_ranks import NodeRanks
 from support.ranks import ThreadRanks
 from support.rounds import chain, full_round, outcome, rounds_in_a_row
@@ -67,6 +68,16 @@ def test_equal_bits(ranks: NodeRanks, route: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("depth", [2, pytest.param(3, marks=pytest.mark.sweep)])
 def test_ops_under_way(ranks: NodeRanks, route: str, depth: int) -> None:
     assert ranks.run(random_chain, 80, depth, depth, route) == [depth] * ranks.size
+
+
+@pytest.mark.parametrize("num_chunks", [1, 3])
+def test_a_layer_takes_halves(ranks: NodeRanks, route: str, num_chunks: int) -> None:
+    """Gradients are those of whole ops; the experts' weights have theirs before dispatch's backward ends."""
+    for (grads, seen, y), (expected, plain, same) in ranks.run(cases_overlap.by_itself, route, num_chunks):
+        torch.testing.assert_close((grads, y), (expected, same), rtol=0, atol=0)
+        last_begun, last_ended = (len(seen) - 1 - seen[::-1].index(half) for half in ("_run_first", "_run_second"))
+        assert any(name.startswith("experts.") for name in seen[last_begun:last_ended]), seen
+        assert num_chunks > 1 or "_run_first" not in plain
 
 
 def rows_between_the_halves(group: Any, op: str) -> bool:

@@ -83,21 +83,23 @@ def run(layer: MoELayer, kind: str, x: Tensor) -> Tensor:
 
 
 @contextmanager
-def whole(really: bool) -> Iterator[None]:
-    """Run dispatch's backward whole in this process if `really`, else in halves, as over a network."""
+def whole(really: bool | None) -> Iterator[None]:
+    """Run dispatch's backward whole in this process if `really`, else in halves; None leaves it to the layer."""
     before = overlap.over_network
-    overlap.over_network = lambda _: not really
+    if really is not None:
+        overlap.over_network = lambda _: not really
     try:
         yield
     finally:
         overlap.over_network = before
 
 
-def gradients(group: Any, kind: str, in_halves: bool) -> tuple[Grads, list[str], Tensor]:
+def gradients(group: Any, kind: str, is_whole: bool | None, **changes: Any) -> tuple[Grads, list[str], Tensor]:
     """Return gradients of two accumulated passes, the order seen in the last one, and the output."""
-    changes: dict[str, Any] = {"shared_intermediate": 8} if kind == "shared" else {}
+    if kind == "shared":
+        changes["shared_intermediate"] = 8
     if kind in ("biases", "split", "transposed"):
-        changes = {"biases": kind == "biases", "weight_layout": "hf" if kind == "biases" else kind}
+        changes |= {"biases": kind == "biases", "weight_layout": "hf" if kind == "biases" else kind}
     layer = make_layer(group, **changes)
     if kind == "frozen experts":
         layer.experts.requires_grad_(False)
@@ -116,7 +118,7 @@ def gradients(group: Any, kind: str, in_halves: bool) -> tuple[Grads, list[str],
         layer.experts.register_full_backward_hook(lambda *_: None)
     x = inputs_for(group.rank(), 0 if kind == "no tokens" and group.rank() == 0 else 9)
     x.requires_grad_(kind != "no input gradient")
-    with whole(not in_halves), seen_order(layer) as seen:
+    with whole(is_whole), seen_order(layer) as seen:
         for _ in range(2):
             y = run(layer, kind, x)
             seen.clear()
@@ -127,7 +129,13 @@ def gradients(group: Any, kind: str, in_halves: bool) -> tuple[Grads, list[str],
 
 
 def both(group: Any, kind: str) -> tuple[Any, Any]:
-    return gradients(group, kind, True), gradients(group, kind, False)
+    return gradients(group, kind, False), gradients(group, kind, True)
+
+
+def by_itself(group: Any, route: str, num_chunks: int) -> tuple[Any, Any]:
+    """Return what a layer does on this network, and with whole ops."""
+    changes = {"route": route, "num_chunks": num_chunks, "num_experts": 4 * group.size()}
+    return gradients(group, "shared", None, **changes), gradients(group, "shared", True, **changes)
 
 
 def wrapped(group: Any, wrap: str) -> tuple[Grads, Grads]:

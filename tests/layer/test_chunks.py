@@ -178,13 +178,11 @@ def test_auto_depends_on_what_all_ranks_share() -> None:
     """It is 1 unless rows travel between the halves, and are many for the experts' width."""
     sizes = {"num_ranks": 2, "num_topk": 2, "num_experts": 8, "hidden": 2048, "dtype": torch.float32}
     spec = SimpleNamespace(num_max_tokens_per_rank=512, **sizes)
-    buffer: Any = SimpleNamespace(num_ranks=2, heap="ucx", route="flat", spec=spec)
+    buffer: Any = SimpleNamespace(num_ranks=2, heap="ucx", spec=spec)
     assert chunks.number(7, buffer, 256) == 7
     assert chunks.number("auto", buffer, 256) > 1
     assert chunks.number("auto", buffer, 257) == 1
     spec.num_max_tokens_per_rank = 511
     assert chunks.number("auto", buffer, 8) == 1
     spec.num_max_tokens_per_rank, buffer.heap = 512, "shm"
-    assert chunks.number("auto", buffer, 256) == 1
-    buffer.heap, buffer.route = "ucx", "two_level"
     assert chunks.number("auto", buffer, 256) == 1
