@@ -5,16 +5,20 @@ After a change on purpose: python tests/gpucheck/test_gpucheck_plans.py
 
 from __future__ import annotations
 
-import json
+import sys
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass, replace
-from enum import Enum
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from gpucheck.on_record import differences, plain, write
 
 from moe_rt.lab.check import (
     code_limits,
@@ -30,28 +34,16 @@ from moe_rt.lab.check import (
     scale,
     timing,
 )
+from moe_rt.lab.check.code_limits import Limits
+from moe_rt.lab.check.compiling import Job, Variant
+from moe_rt.lab.check.correctness import Case
 from moe_rt.lab.check.estimate import MACHINES
 from moe_rt.lab.check.estimate import STEPS as KERNELS
-from moe_rt.lab.check.steps import STEPS
+from moe_rt.lab.check.layers import LayerSizes
+from moe_rt.lab.check.steps import STEPS, Check, Step
 
 RECORD = Path(__file__).parent / "gpucheck_plans.json"
 ARCHS = ("sm_70", "sm_80", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
-
-
-def plain(value: Any) -> Any:
-    """Return a value of JSON; of a dataclass, the fields that differ from its defaults."""
-    if is_dataclass(value) and not isinstance(value, type):
-        found = {f.name: getattr(value, f.name) for f in fields(value)}
-        return {f.name: plain(found[f.name]) for f in fields(value) if found[f.name] != f.default}
-    if isinstance(value, Enum):
-        return value.name
-    if isinstance(value, dict):
-        return {str(key): plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(each) for each in value]
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    return value if isinstance(value, (int, str, type(None))) else str(value)
 
 
 def steps() -> dict[str, Any]:
@@ -67,11 +59,10 @@ def cases() -> dict[str, Any]:
         for case in correctness.cases(size, quick)
     }
     for idle in (False, True):
-        case = correctness.Case("", most=7, idle=idle)
+        case = Case("", most=7, idle=idle)
         tokens = {size: [case.num_tokens(size, turn) for turn in range(4)] for size in range(1, 6)}
         found[f"tokens, {'idle ranks' if idle else 'no idle rank'}"] = plain(tokens)
     found["on nodes"] = plain([correctness.NODES, correctness.CASES_ON_NODES])
-    found["default"] = {f.name: plain(f.default) for f in fields(correctness.Case) if f.name not in ("name", "changes")}
     return found
 
 
@@ -144,6 +135,17 @@ def estimates() -> dict[str, Any]:
     return plain(found)
 
 
+def defaults() -> dict[str, Any]:
+    """Return the defaults of the sizes that steps choose."""
+    kinds = (Case, Job, Variant, Limits, Check, LayerSizes, Step, measuring.Load, estimate.Load, estimate.Steps)
+    return {
+        f"{kind.__module__.rpartition('.')[2]} {kind.__name__}": {
+            f.name: plain(f.default) for f in fields(kind) if f.default is not MISSING and not callable(f.default)
+        }
+        for kind in kinds
+    }
+
+
 def words() -> dict[str, Any]:
     """Return what steps say where they cannot run, and how tools are called."""
     found: dict[str, Any] = {"emulated": [emulated.CARD, emulated.NOT_REHEARSED], "sanitizer": sanitizing.TOOLS}
@@ -152,20 +154,14 @@ def words() -> dict[str, Any]:
 
 
 PARTS: dict[str, Callable[[], dict[str, Any]]] = {
-    part.__name__: part for part in (steps, cases, loads_of_steps, variants, limits, estimates, words)
+    part.__name__: part for part in (steps, cases, loads_of_steps, variants, limits, estimates, defaults, words)
 }
 
 
 @pytest.mark.parametrize("part", PARTS)
 def test_what_gpucheck_does_is_on_record(part: str) -> None:
-    record, now = json.loads(RECORD.read_text())[part], json.loads(json.dumps(PARTS[part]()))
-    changed = {name: (record.get(name), now.get(name)) for name in record | now if record.get(name) != now.get(name)}
-    assert changed == {}, "(on record, now); a change on purpose is recorded by running this file"
+    assert differences(RECORD, part, PARTS[part]()) == {}, "(on record, now); a change on purpose: run this file"
 
 
 if __name__ == "__main__":
-    parts = []
-    for name, part in PARTS.items():
-        lines = [f"  {json.dumps(key)}: {json.dumps(value, separators=(',', ':'))}" for key, value in part().items()]
-        parts.append(f"{json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n}")
-    RECORD.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+    write(RECORD, {name: part() for name, part in PARTS.items()})
