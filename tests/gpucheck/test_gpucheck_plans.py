@@ -40,6 +40,7 @@ from moe_rt.lab.check.correctness import Case
 from moe_rt.lab.check.estimate import MACHINES
 from moe_rt.lab.check.estimate import STEPS as KERNELS
 from moe_rt.lab.check.layers import LayerSizes
+from moe_rt.lab.check.run import Run
 from moe_rt.lab.check.steps import STEPS, Check, Step
 
 RECORD = Path(__file__).parent / "gpucheck_plans.json"
@@ -137,7 +138,7 @@ def estimates() -> dict[str, Any]:
 
 def defaults() -> dict[str, Any]:
     """Return the defaults of the sizes that steps choose."""
-    kinds = (Case, Job, Variant, Limits, Check, LayerSizes, Step, measuring.Load, estimate.Load, estimate.Steps)
+    kinds = (Run, Case, Job, Variant, Limits, Check, LayerSizes, Step, measuring.Load, estimate.Load, estimate.Steps)
     return {
         f"{kind.__module__.rpartition('.')[2]} {kind.__name__}": {
             f.name: plain(f.default) for f in fields(kind) if f.default is not MISSING and not callable(f.default)
