@@ -6,7 +6,6 @@ After a change on purpose: python tests/gpucheck/test_gpucheck_reports.py
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +19,7 @@ import torch
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from gpucheck.on_record import differences, plain, write
+from gpucheck.on_record import Fakes, Named, differences, write
 
 from moe_rt.config.codec import Codec
 from moe_rt.engine.gpu.launcher import RING_SOURCE
@@ -48,44 +47,8 @@ from moe_rt.lab.testing.rounds import WrongOutput
 RECORD = Path(__file__).parent / "gpucheck_reports.json"
 
 
-class Named(SimpleNamespace):
-    """Something that calls show by its name."""
-
-    def __str__(self) -> str:
-        return str(self.name)
-
-
 GPU = Named(name="gpu", device=torch.device("cuda", 0), num_sms=16, arch="sm_90a")
 NO_GPU = Named(name="cpu", device=torch.device("cpu"))
-
-
-class Fakes:
-    """Replaces functions for a while, and lists their calls in order."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.patch, self.calls = patch, list[Any]()
-
-    def __call__(self, module: Any, name: str, result: Any = None) -> None:
-        def called(*arguments: Any, **keywords: Any) -> Any:
-            self.calls.append([name, *map(said, arguments), *([said(keywords)] if keywords else [])])
-            return result(*arguments, **keywords) if callable(result) else result
-
-        self.patch.setattr(module, name, called)
-
-    def clock(self, module: Any) -> None:
-        """Let each look at the clock take a second."""
-        ticks = itertools.count(100)
-        self.patch.setattr(module, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
-
-
-def said(value: Any) -> Any:
-    if callable(value):
-        return value.__qualname__
-    if isinstance(value, dict):
-        return {name: said(each) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [said(each) for each in value]
-    return plain(value)
 
 
 def report(step: str, check: Check) -> list[Any]:
