@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,7 @@ from gpucheck.fake_cuda_timing import device_event
 
 from moe_rt.buffer.buffer import Buffer
 from moe_rt.errors import CapacityOverflow, PeerTimeout
-from moe_rt.lab.check import emulated, failures, layers, measuring, pairs, scale, timing, training
+from moe_rt.lab.check import emulated, failures, graphs, layers, measuring, network, pairs, scale, timing, training
 from moe_rt.lab.check.layers import LayerSizes
 from moe_rt.lab.check.measuring import RANGE, Load, host_waits, kernels
 from moe_rt.lab.check.pairs import launch_turns
@@ -95,7 +97,7 @@ def test_large_rounds_are_compared_with_torch(monkeypatch: pytest.MonkeyPatch) -
         scale.compare_with_torch("cpu", load, seconds=60.0)
     monkeypatch.setattr(Buffer, "combine", combine)
     monkeypatch.setattr(Buffer, "dispatch", other_rows)
-    with pytest.raises(WrongOutput, match="turn 0, rank 1: recv_x"):
+    with pytest.raises(WrongOutput, match=r"turn 0, rank (0: out|1: recv_x)"):
         scale.compare_with_torch("cpu", load, seconds=60.0)
 
 
@@ -304,6 +306,21 @@ def test_errors_that_are_awaited() -> None:
     assert raised.value.__cause__ is error
     with pytest.raises(WrongOutput, match="got NoneType: None; expected CapacityOverflow"):
         failures._expect(None, CapacityOverflow)
+
+
+def test_a_rank_that_does_not_come_to_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(work: Any, seconds: float) -> None:
+        raise threading.BrokenBarrierError
+
+    monkeypatch.setattr(graphs, "ThreadRanks", lambda *given: SimpleNamespace(run=run))
+    with pytest.raises(WrongOutput, match="a rank did not come to capture or to replay"):
+        graphs.run_graph("cpu", 1, 1)
+
+
+def test_a_machine_without_nvshmem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: {"nvshmem": None}[name])
+    with pytest.raises(Skipped, match=r"NVSHMEM's package is not installed; pip install "):
+        network.check(Check("cuda:0"))
 
 
 def mark(name: str, start: float, end: float, device: str = "CPU", annotation: bool = False) -> Any:

@@ -199,7 +199,13 @@ def errors(fakes: Fakes) -> None:
     fakes(failures, "_expect")
     fakes(failures, "streams_of", lambda device, size: ["stream"])
     fakes.patch.setattr(failures, "TIMEOUT_S", 0.01)  # of waits for ranks that run in turn here
-    for trial in (failures.bad_expert, failures.overflow, failures.shared_stream, failures.too_many_ranks):
+    for trial in (
+        failures.late_peer,
+        failures.bad_expert,
+        failures.overflow,
+        failures.shared_stream,
+        failures.too_many_ranks,
+    ):
         fakes.calls.append(trial(GPU))
 
 
@@ -352,6 +358,51 @@ def copies(fakes: Fakes) -> None:
             return 64.0
 
     fakes.calls.append([*loads.alternatives(CPU, Load(2, 4, 8, 2, 4), 2, Ceiling(CPU)), asked])
+
+
+def host_times(fakes: Fakes) -> None:
+    """Time ops from call to return, and let hosts meet."""
+    calls, main = fakes.calls, clocks(fakes)
+    fakes.patch.setattr(pairs, "OPS_IN_A_ROW", 2)
+    fakes.patch.setattr(pairs, "LOOPS", 2)
+    times = iter([0.0, 9.0, 10.0, 12.0, 20.0, 26.0] * 2)
+    fakes.patch.setattr(pairs, "time", SimpleNamespace(perf_counter=lambda: (calls.append("look"), next(times))[1]))
+    for rank in (0, 1):
+        own: Any = pairs.PairRank.__new__(pairs.PairRank)
+        own.inputs, own.stream, own.shared = ("x",), main, SimpleNamespace(
+            hosts=SimpleNamespace(wait=lambda seconds: calls.append(["meet", seconds])), seconds=60.0)  # fmt: skip
+        own.buffer = SimpleNamespace(rank=rank, dispatch=lambda *given: (calls.append(f"dispatch {given}"), "handle"),
+                                     combine=lambda *given: calls.append(f"combine {given}"))  # fmt: skip
+        own.meet(lambda: calls.append("then"))
+        own.meet()
+        if rank == 0:
+            calls.append(own.host_seconds())
+
+
+def profiles(fakes: Fakes) -> None:
+    """Profile a step between two times at which the device is quiet, and run a step of a layer."""
+    calls = fakes.calls
+
+    @contextlib.contextmanager
+    def block(name: str, **how: Any) -> Iterator[Any]:
+        calls.append([f"{name} begins", sorted(map(str, how.get("activities", ())))])
+        yield SimpleNamespace(events=lambda: ["event"])
+        calls.append(f"{name} ends")
+
+    fakes.patch.setattr(torch.profiler, "profile", lambda **how: block("profile", **how))
+    fakes.patch.setattr(torch.profiler, "record_function", block)
+    fakes.patch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))
+    calls.append(layers.profiled(lambda: calls.append("work")))
+
+    class Layer:
+        def zero_grad(self, **how: Any) -> None:
+            calls.append(["zero_grad", how])
+
+        def __call__(self, x: torch.Tensor) -> Any:
+            calls.append(["called", x.requires_grad, x.is_leaf])
+            return SimpleNamespace(backward=lambda grad: calls.append(["backward", grad])), None
+
+    layers.step(Layer(), torch.ones(2) * 1, "grad")  # type: ignore[arg-type]
 
 
 def waits(fakes: Fakes) -> None:
