@@ -436,6 +436,8 @@ PARTS: dict[str, Callable[[Fakes], None]] = {
         replays,
         overlaps,
         copies,
+        host_times,
+        profiles,
         waits,
     )
 }
