@@ -73,7 +73,8 @@ class Variant:
             limits = RING_LIMITS.get(arch, {}) if self.limited() else {}
         own = {WHOLE: WHOLE_KERNELS, REHEARSED: FORWARD_KERNELS}
         others = {name for source, names in own.items() if source != self.source for name in names}
-        return {name: limits[name] for name in own.get(self.source, limits.keys() - others) if name in limits}
+        names = own.get(self.source, [name for name in limits if name not in others])
+        return {name: limits[name] for name in names if name in limits}
 
     def is_for(self, arch: str) -> bool:
         """True if GPUs of this architecture have the features that the source needs."""

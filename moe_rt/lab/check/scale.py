@@ -101,18 +101,18 @@ def from_token_windows(device: Any, size: int) -> None:
         WrongOutput: a received row differs from the reference.
     """
     spec, where = make_spec(size, num_max_tokens_per_rank=MANY), torch_device(device)
-    turns = [make_inputs(spec, [MANY - 50] * size, 100 + turn) for turn in range(3)]
-    expected = [expect(spec, given, turn) for turn, given in enumerate(turns)]
+    inputs = [make_inputs(spec, [MANY - 50] * size, 100 + turn) for turn in range(3)]
+    turns = [(given, expect(spec, given, turn).received) for turn, given in enumerate(inputs)]
 
     def work(group: ThreadGroup) -> None:
         rank = group.rank
         with Buffer(group, timeout_s=TIMEOUT_S, **buffer_kwargs(spec)) as buffer, torch.no_grad():
-            for given, right in zip(turns, expected, strict=True):
+            for given, received in turns:
                 x, idx, weights = (t[rank].to(where) for t in (given.xs, given.topk_idx, given.topk_weights))
                 window = buffer.token_window(len(x))
                 window.copy_(x)
                 recv_x, recv_weights, handle = buffer.dispatch(window, idx, weights)
-                mine = right.received[rank].recv_x
+                mine = received[rank].recv_x
                 check_bits("recv_x of a token window", recv_x[: len(mine)], mine)
                 buffer.combine(recv_x, recv_weights, handle)
             buffer.check()

@@ -34,9 +34,9 @@ def cpu_of(device: Any) -> Any:
 
 
 class _Real(type):
-    """Makes isinstance and issubclass ask another class."""
+    """Makes isinstance and issubclass ask other classes."""
 
-    real: type
+    real: type | tuple[Any, ...]
 
     def __instancecheck__(cls, value: Any) -> bool:
         return isinstance(value, cls.real)
@@ -66,14 +66,14 @@ class Generator(metaclass=_Real):
         return _Generator(cpu_of(device))
 
 
-def made_by(real: type, on_cuda: Callable[..., Any]) -> Any:
-    """Return a class like `real`, whose objects on CUDA devices are made by `on_cuda`."""
+def made_by(real: type, on_cuda: type) -> Any:
+    """Return a class like `real`, whose objects on CUDA devices, and so on the CPU, are those of `on_cuda`."""
 
     def make(cls: Any, device: Any = None, **keywords: Any) -> Any:
-        there = cpu_of(device) is not device or device is None
-        return on_cuda(**keywords) if there else real(device, **keywords)
+        here = device is None or REAL_DEVICE(cpu_of(device)).type == "cpu"  # that of a tensor on a CUDA device
+        return on_cuda(**keywords) if here else real(device, **keywords)
 
-    return _Real(real.__name__, (), {"real": real, "__new__": make, "__doc__": real.__doc__})
+    return _Real(real.__name__, (), {"real": (real, on_cuda), "__new__": make, "__doc__": real.__doc__})
 
 
 def mapped(fn: Callable[..., Any], keyword: str = "device") -> Callable[..., Any]:

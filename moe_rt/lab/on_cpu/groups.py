@@ -26,8 +26,6 @@ def _with_gloo(fn: Any) -> Any:
             arguments = (_backend(arguments[0]), *arguments[1:]) if arguments else ()
             if not arguments:
                 keywords["backend"] = _backend(keywords.get("backend"))
-            if keywords.get("device_id") is not None:
-                keywords["device_id"] = None
         elif keywords.get("backend") is not None:
             keywords["backend"] = _backend(keywords["backend"])
         for name in ("pg_options", "device_id"):
