@@ -107,7 +107,7 @@ def parts() -> Any:
 
 def asked(question: str) -> Any:
     """Return answers on one node and on two, for even and for uneven experts, and refusals."""
-    settings = [Setting(QWEN, Cluster(8), 256), Setting(QWEN, Cluster(16, domain=4), 2048, 2.0),
+    settings = [Setting(QWEN, Cluster(8), 256), Setting(QWEN, Cluster(8, domain=4), 2048, 2.0),
                 Setting(DEEPSEEK, Cluster(8, "H200"), 64), Setting(MODELS["glm-4.5"], Cluster(3), 64)]  # fmt: skip
     return [result_of(partial(QUESTIONS[question], each)) for each in settings]
 
@@ -158,7 +158,7 @@ def calibrated() -> Any:
 
 
 def exported() -> Any:
-    plan = make_plan(QWEN, Cluster(16, "H100 + IB"), 600)
+    plan = make_plan(QWEN, Cluster(4, "H100 + IB", 2), 600)
     lines = aiconfigurator_lines(plan)
     cases = [case | {"generated_at": ""} for case in collectivex_cases(plan)]
     other = [{"comm_backend": "nvlink_one_sided", "phase": phase, "comm_dtype": dtype, "ep_size": "12", "node_num": "5",

@@ -6,7 +6,6 @@ After a change on purpose: python tests/plan/test_routing_on_record.py
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from support.recorded import REL, assert_on_record, result_of, write_record
+from support.recorded import REL, assert_on_record, every, result_of, write_record
 
 from moe_rt.config.options import BufferOptions
 from moe_rt.config.placement import Placement
@@ -32,11 +31,6 @@ UNEVEN = routing.popularity(13, 0.9)
 GROUPS = ((5, 2, 3, UNEVEN), (64, 4, 4, UNEVEN), (2, 1, 2, np.array([0.7, 0.1, 0.2])), (3, 3, 1, np.ones(3) / 3),
           (16, 2, 4, np.ones(4) / 4))  # fmt: skip
 TOPOLOGIES = ((0, 0, 1, 1), (0, 0, 0, 1, 1), (0, 1, 2), (0, 0))
-
-
-def every(make: Callable[..., Any], *values: Any) -> Any:
-    """Return the results of a function for all combinations of values, or the words of its refusals."""
-    return [result_of(partial(make, *given)) for given in product(*values)]
 
 
 def visited() -> Any:

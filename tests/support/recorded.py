@@ -10,6 +10,8 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, is_dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,11 @@ def result_of(make: Callable[[], Any]) -> Any:
         return plain(make())
     except MoeRtError as error:
         return f"{type(error).__name__}: {error.args[0]}"
+
+
+def every(make: Callable[..., Any], *values: Any) -> list[Any]:
+    """Return the results of a function for all combinations of values, or the words of its refusals."""
+    return [result_of(partial(make, *given)) for given in product(*values)]
 
 
 def differences(found: Any, recorded: Any, place: str, rel: float, near: float) -> Iterator[str]:
