@@ -176,7 +176,7 @@ def shape_of(model: Model, system: System, op: str, one: Configuration, busiest:
     )
 
 
-def experts_us(model: Model, cluster: Cluster, one: Configuration, busiest: float = 1.0) -> float:
+def experts_us(model: Model, cluster: Cluster, one: Configuration, busiest: float) -> float:
     """Return the time of a layer's grouped products: operations at the stated efficiency, or the reading of weights."""
     gpu = gpu_of(cluster.hardware)
     rows, held = one.tokens * model.topk * busiest, -(-model.experts // one.ep_size)
