@@ -18,7 +18,6 @@ from moe_rt.diagnostics.output import make_directory, write_document
 from moe_rt.lab.bench.cases import CASES, Case
 from moe_rt.lab.bench.table import cells, columns, headline, notes, time
 
-matplotlib.use("agg")
 matplotlib.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
 
 COLORS = {"moe_rt": "#0072b2", "a2a": "#d55e00", "transformers": "#cc79a7", "mpi": "#009e73", "memcpy": "black"}
