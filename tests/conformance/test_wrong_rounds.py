@@ -131,7 +131,9 @@ def played(layout: str, wrong: str = "nothing", **options: Any) -> tuple[Spoilt,
     expected = expect(spec, inputs, 5, options.get("max_tokens"))
     with Buffer(None, **buffer_kwargs(spec)) as buffer:
         spoilt: Any = Spoilt(buffer, wrong)
-        return spoilt, play(spoilt, inputs, expected, CPU, **options), expected
+        outputs = play(spoilt, inputs, expected, CPU, **options)
+    assert not any(t.requires_grad for t in (*inputs.xs, *inputs.topk_weights)), "the inputs stay as they were"
+    return spoilt, outputs, expected
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -209,7 +211,7 @@ def test_combine_gets_as_many_rows_to_spare_as_asked(rows_to_spare: int) -> None
 
 def test_a_round_of_few_tokens_has_their_capacity() -> None:
     spoilt, _, _ = played("experts", max_tokens=NUM_TOKENS)
-    assert spoilt.given["max_tokens"] == NUM_TOKENS
+    assert (spoilt.given["max_tokens"], spoilt.given["tag"]) == (NUM_TOKENS, 0)
     assert len(spoilt.given["y"]) == NUM_TOKENS * 3 < spoilt.capacity
     with pytest.raises(WrongOutput, match="recv_x: got"):
         played("experts", "long recv_x", max_tokens=NUM_TOKENS)
