@@ -62,7 +62,7 @@ def test_ranks_of_one_host(tmp_path: Path) -> None:
 
 
 def test_ranks_of_nodes(tmp_path: Path) -> None:
-    """Ranks are in blocks on the nodes, and use their network alone."""
+    """Ranks are in blocks on the nodes, and use only their network."""
     command = [sys.executable, "-m", "moe_rt.lab.bench.rank", str(tmp_path)]
     case = Case(ranks=4, heap="ucx", nodes=2, **SIZES)
     assert made(case, tmp_path) == [
