@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from moe_rt.config.options import Sums
 from moe_rt.errors import InvalidConfig
@@ -96,6 +96,10 @@ class TrainConfig:
         self._expect(self.num_experts >= ep, "num_experts", f"at least one for each of {ep} expert-parallel ranks")
         self._expect(self.batch_size % world_size == 0, "batch_size", f"a multiple of the world size {world_size}")
         return ep
+
+    def record(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return {name: str(v) if isinstance(v, Path) else v for name, v in asdict(self).items()}
 
     def _expect(self, condition: bool, name: str, expected: str) -> None:
         if not condition:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,13 @@ def test_a_run_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, error: Excep
     result = CliRunner().invoke(cli.main, [])
     assert (result.exit_code, result.output) == (1, says)
     assert isinstance(result.exception, SystemExit)
+
+
+def test_a_record_is_plain_json() -> None:
+    record = TrainConfig(data=Path("c"), lr=0.5).record()
+    assert json.loads(json.dumps(record)) == record
+    assert (record["out"], record["data"], record["lr"], record["ep"]) == ("runs/train", "c", 0.5, None)
+    assert record.keys() == OTHERS.keys()
 
 
 def test_one_expert_parallel_group_spans_all_ranks_by_default() -> None:
