@@ -1,8 +1,8 @@
 """Generates small wrong changes of Python and C++ sources, from their syntax trees.
 
 A change replaces a range of a file's text. tree-sitter parses both languages, so that a change is of an expression or a
-statement and nearly always compiles. Skipped are types, texts, decorators, assertions, what only compilers read, and
-constants in seconds.
+statement and nearly always compiles. Skipped are types, texts, decorators, assertions (also whether zip is strict), what
+only compilers read, and constants in seconds.
 """
 
 from __future__ import annotations
@@ -244,6 +244,9 @@ class _Python(_Language):
     statements = "block"
 
     def skips(self, node: Node) -> bool:
+        if node.type == "keyword_argument" and self.said(node).startswith("strict="):  # an assertion of zip
+            call = node.parent.parent if node.parent is not None else None
+            return call is not None and self.said(call).startswith("zip(")
         if node.type == "assignment":  # no verdict depends on how long something may take
             left = node.child_by_field_name("left")
             return left is not None and re.fullmatch(r"(_?[A-Z][A-Z\d_]*_S(, )?)+", self.said(left)) is not None
@@ -258,7 +261,7 @@ class _Python(_Language):
     def of_arguments(self, node: Node) -> Iterator[Edit]:
         yield from super().of_arguments(node)
         for argument in node.named_children:
-            if argument.type == "keyword_argument":
+            if argument.type == "keyword_argument" and not self.skips(argument):
                 comma = re.compile(r"\s*,\s*").match(self.text, argument.end_byte)
                 yield "keyword left out", argument.start_byte, comma.end() if comma else argument.end_byte, ""
 

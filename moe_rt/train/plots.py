@@ -13,8 +13,6 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from moe_rt.train import metrics
 
-matplotlib.use("Agg")
-
 WINDOW = 0.05  # fraction of a run over which curves are smoothed and the final load is averaged
 MAX_LABELLED = 16  # maximum experts that a heat map labels
 

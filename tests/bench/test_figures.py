@@ -1,18 +1,29 @@
-"""Figures of a report draw the numbers of the document: bars, lines, matrices, with scales that begin at zero."""
+"""Figures of a report draw the numbers of the document: bars, lines, matrices, with scales that begin at zero.
+
+All that they draw is on record. After a change on purpose: python tests/bench/test_figures.py
+"""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 pytest.importorskip("matplotlib")
 from matplotlib.colors import to_hex, to_rgba
+from matplotlib.figure import Figure
+from support import figures
 
 from moe_rt.lab.bench import report
 from moe_rt.lab.bench.cases import CASES
 
+RECORD = Path(__file__).with_name("report_figures.json")
 CASE = asdict(CASES["pair-2x512x2048"])
 
 
@@ -125,3 +136,31 @@ def test_contestants_have_different_colors() -> None:
     names = ["moe_rt", "a2a", "transformers", "mpi", "memcpy", "another", "a third"]
     colors = [to_rgba(report._style(name, index)["color"]) for index, name in enumerate(names)]
     assert len(set(colors)) == len(names)
+
+
+def every_figure() -> dict[str, Figure]:
+    """Return figures of few and many contestants, runs, phases and ranks."""
+    more = [{**run, "results": [*run["results"], result("another", 5, 2), result("a third", 7, 3)]} for run in runs()]
+    few = [{**more[0], "results": more[0]["results"][:2]}, more[1]]
+    phases = ["publish", "wait", "gather", "push", "wait again", "reduce"]
+    # 7 of 100 us get no text, 8 us do.
+    shares = [dict(zip(phases, times, strict=True)) for times in ([7, 8, 15, 60, 4, 6], [1, 1, 1, 1, 1, 1])]
+    observed = [{**run, "moe_rt": {"breakdown": share}} for run, share in zip(runs(), shares, strict=True)]
+    many = [[float(3 * rank + peer) for peer in range(6)] for rank in range(6)]
+    waits = {"dispatch": [[0.0, 4.0], [8.0, 1.0]], "combine": [[3.0, 2.0], [6.0, 3.5]]}
+    return {
+        "over tokens": report.over_tokens(more, {"moe_rt pair": 1.584, "a third pair": 0.5}),
+        "medians of one": report.medians(more[:1]),
+        "medians of two": report.medians(few),
+        "breakdown": report.breakdown(observed),
+        "waits of two": report.waits({"moe_rt": {"waits": waits}}),
+        "waits of six": report.waits({"moe_rt": {"waits": {"dispatch": many}}}),
+    }
+
+
+def test_figures_are_those_on_record() -> None:
+    figures.check(every_figure(), RECORD)
+
+
+if __name__ == "__main__":
+    figures.write(every_figure(), RECORD)

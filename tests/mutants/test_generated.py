@@ -85,6 +85,14 @@ def test_constants_in_seconds_are_left_alone() -> None:
     assert changes("a.py", "x.timeout_s = 2\n") == {("constant", "2", "3"), ("left out", "x.timeout_s = 2", "pass")}
 
 
+def test_whether_zip_is_strict_is_an_assertion() -> None:
+    assert changes("a.py", "x = zip(b, strict=True)\n") == set()
+    assert changes("a.py", "x = path.resolve(strict=True)\n") == {
+        ("constant", "True", "False"),
+        ("keyword left out", "strict=True", ""),
+    }
+
+
 def test_operators_of_cpp_are_of_whole_expressions() -> None:
     found = changes("a.h", CPP)
     assert {

@@ -1,20 +1,32 @@
-"""Plots of a run show the values of its metrics: every curve, cell, label and axis."""
+"""Plots of a run show the values of its metrics: every curve, cell, label and axis.
+
+All that they draw is on record. After a change on purpose: python tests/train/test_plots.py
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 pytest.importorskip("matplotlib")
+import matplotlib as mpl
 import numpy as np
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
+from support import figures
 
 from moe_rt.train import plots
+
+RECORD = Path(__file__).with_name("run_figures.json")
 
 STEPS = 50
 ROWS: list[dict[str, Any]] = [
@@ -26,13 +38,23 @@ VALIDATIONS = [{"step": 1, "val_bpb": 7.5}, {"step": 30, "val_bpb": 8.0}, {"step
 
 
 @pytest.fixture
-def drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Figure]:
+def drawn(tmp_path: Path) -> dict[str, Figure]:
     """Return the figure that is saved in each file."""
+    return drawn_in(tmp_path)
+
+
+def drawn_in(directory: Path) -> dict[str, Figure]:
     found: dict[str, Figure] = {}
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **how: found.update({Path(path).name: figure}))
+
+    def save(figure: Figure, path: Path, dpi: int) -> None:
+        figure.set_dpi(dpi)
+        found[path.name] = figure
+
     lines = [*ROWS[:1], VALIDATIONS[0], *ROWS[1:], *VALIDATIONS[1:]]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    plots.draw(tmp_path, "a title", step_bytes=1234)
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", save)
+        plots.draw(directory, "a title", step_bytes=1234)
     return found
 
 
@@ -104,3 +126,20 @@ def test_colours_reach_the_busiest_expert(busiest: float, most: float) -> None:
 )
 def test_windows_are_narrow_at_the_begin_and_cut_at_the_end(values: list[float], smoothed: list[float]) -> None:
     assert plots._smooth(np.array(values)) == pytest.approx(smoothed)
+
+
+def every_figure(directory: Path) -> dict[str, Figure]:
+    """Return a run's figures, and the load of 16 layers with more experts than have labels."""
+    loads = [[[0.25 if expert == layer else 0.05 for expert in range(17)] for layer in range(16)] for _ in range(2)]
+    rows = [{"step": step, "expert_load": load} for step, load in enumerate(loads)]
+    with mpl.rc_context(mpl.rcParamsDefault):
+        return {**drawn_in(directory), "many": plots._expert_load(rows)}
+
+
+def test_figures_are_those_on_record(tmp_path: Path) -> None:
+    figures.check(every_figure(tmp_path), RECORD)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as scratch:
+        figures.write(every_figure(Path(scratch)), RECORD)

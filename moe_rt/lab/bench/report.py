@@ -18,7 +18,6 @@ from moe_rt.diagnostics.output import make_directory, write_document
 from moe_rt.lab.bench.cases import CASES, Case
 from moe_rt.lab.bench.table import cells, columns, headline, notes, time
 
-matplotlib.use("agg")
 matplotlib.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
 
 COLORS = {"moe_rt": "#0072b2", "a2a": "#d55e00", "transformers": "#cc79a7", "mpi": "#009e73", "memcpy": "black"}
@@ -44,10 +43,9 @@ def over_tokens(runs: list[dict[str, Any]], slopes: dict[str, float]) -> Figure:
         axes.plot(tokens, [p["p50"] for p in series], label=text, **style)
         axes.fill_between(tokens, [p["p50"] for p in series], [p["p90"] for p in series], alpha=0.15, **_fill(style))
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
     axes.set_xticks(tokens, [str(t) for t in tokens])
-    axes.set_xlabel("tokens per rank")
-    axes.set_ylabel(f"{runs[0]['case']['op']}, isolated: microseconds, lower is better")
+    of = f"{runs[0]['case']['op']}, isolated: microseconds, lower is better"
+    axes.set(yscale="log", xlabel="tokens per rank", ylabel=of)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     return figure
@@ -73,11 +71,10 @@ def _median_bars(axes: Axes, run: dict[str, Any]) -> None:
         for place, value in zip(places + offset, values, strict=True):
             axes.annotate(f" {time(value)}", (value, place), va="center", fontsize=8, bbox=BEHIND_TEXT)
     axes.set_yticks(places, [_name(result) for result in results])
-    axes.invert_yaxis()
     axes.margins(x=0.15)
-    axes.set_xlim(left=0)
+    axes.set(xlim=(0, None), xlabel="median time, lower is better; solid: isolated, pale: free-running")
     axes.xaxis.set_major_formatter(lambda us, _: time(us) if us else "0")
-    axes.set_xlabel("median time, lower is better; solid: isolated, pale: free-running")
+    axes.invert_yaxis()
     axes.set_title(label(run), loc="left")
 
 
@@ -102,9 +99,8 @@ def breakdown(runs: list[dict[str, Any]]) -> Figure:
                 axes.annotate(text, (start + width / 2, place), ha="center", va="center", fontsize=7)
         left += widths
     axes.set_yticks(range(len(runs)), [label(run) for run in runs])
+    axes.set(xlim=(0, 100), xlabel="percent of the engine's time")
     axes.invert_yaxis()
-    axes.set_xlim(0, 100)
-    axes.set_xlabel("percent of the engine's time")
     figure.legend(ncols=6, frameon=False, loc="outside upper center")
     return figure
 
@@ -123,11 +119,8 @@ def waits(run: dict[str, Any]) -> Figure:
                 value = matrix[rank][peer]
                 color = "white" if value > top / 2 else "black"
                 axes.annotate(f"{value:.3g}", (peer, rank), ha="center", va="center", color=color, fontsize=8)
-        axes.set_xticks(range(size))
-        axes.set_yticks(range(size))
-        axes.set_xlabel("peer that is waited for")
-        axes.set_ylabel("rank that waits")
-        axes.set_title(op)
+        ticks = range(size)
+        axes.set(xticks=ticks, yticks=ticks, xlabel="peer that is waited for", ylabel="rank that waits", title=op)
     figure.colorbar(image, ax=figure.axes, label="microseconds")
     return figure
 
