@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,16 @@ class EPHandle:
     """
 
     token_metadata_at_forward = channel_linked_list = None
+    num_recv_tokens: int
+    num_expanded_tokens: int
+    num_rows: int  # of recv_x
+    psum_num_recv_tokens_per_scaleup_rank: Tensor
+    psum_num_recv_tokens_per_expert: Tensor
+    num_unaligned_recv_tokens_per_expert: Tensor
+    recv_src_metadata: Tensor
+    dst_buffer_slot_idx: Tensor
+    slots: Tensor  # int64 [N, K]: expanded row of each received entry, or -1
+    there: Tensor  # bool [N]: False for the rows of the worst case that were not received
 
     def __init__(
         self, owner: object, topk_idx: Tensor, num_experts: int, expert_alignment: int, num_max_tokens_per_rank: int,
@@ -39,16 +49,7 @@ class EPHandle:
         self.owner, self.topk_idx, self.num_experts, self.do_expand = owner, topk_idx, num_experts, do_expand
         self.expert_alignment, self.num_max_tokens_per_rank = expert_alignment, num_max_tokens_per_rank
         self.num_sms = num_sms
-        self.num_recv_tokens = self.num_expanded_tokens = 0
         self.num_recv_tokens_per_expert_list: list[int] = []
-        self.num_rows = 0  # of recv_x
-        self.psum_num_recv_tokens_per_scaleup_rank: Any = None
-        self.psum_num_recv_tokens_per_expert: Any = None
-        self.num_unaligned_recv_tokens_per_expert: Any = None
-        self.recv_src_metadata: Any = None
-        self.dst_buffer_slot_idx: Any = None
-        self.slots: Any = None  # int64 [N, K]: expanded row of each received entry, or -1
-        self.there: Any = None  # bool [N]: False for the rows of the worst case that were not received
 
     def fill(self, received: Received, num_ranks: int, do_cpu_sync: bool) -> None:
         """Set all attributes from the dispatch's result. Only do_cpu_sync makes the host wait for it."""
