@@ -19,7 +19,8 @@ def get_unbalanced_scores(
     """
     if precise:
         return _precise(num_tokens, num_experts, num_ranks, num_topk, ratio)
-    low, high = 1.0, 100.0
+    low = 1.0
+    high = 100.0
     for _ in range(_ROUNDS if ratio != 1.0 else 0):
         factor = (low + high) / 2
         ranks = _scaled(num_tokens, num_experts, num_ranks, factor).topk(num_topk).indices // (num_experts // num_ranks)
