@@ -27,7 +27,8 @@ ARITHMETIC |= {"&": "|", "|": "&", "^": "|"}
 UPDATES = {"+=": "-=", "-=": "+=", "*=": "+=", "|=": "&=", "&=": "|=", "<<=": ">>=", ">>=": "<<="}
 OPERATORS = {"boundary moved": MOVED, "negated": NEGATED, "and for or": LOGIC, "operator": {**ARITHMETIC, **UPDATES}}
 CALLEES = {"min": "max", "max": "min", "any": "all", "all": "any"}
-ANY_ORDER = re.compile(r"(?:\w+(?:::|\.))?(?:min|max|min_of|max_of|gcd|lcm)")  # functions of arguments in any order
+# Functions of arguments in any order.
+ANY_ORDER = re.compile(r"torch\.equal|(?:\w+(?:::|\.))?(?:min|max|min_of|max_of|gcd|lcm)")
 JUMPS = {"continue_statement": "break", "break_statement": "continue"}
 
 SKIPPED = {

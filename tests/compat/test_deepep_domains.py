@@ -256,3 +256,45 @@ def test_ops_leave_no_graph() -> None:
     with torch.no_grad():
         assert torch.equal(buffer.combine(recv_x, handle)[0], buffer.combine(recv_x, handle)[0])
         assert not torch.is_grad_enabled()
+
+
+def test_ops_make_tensors_where_their_operands_are() -> None:
+    """A default device, which DeepEP's set-up of ranks changes, is not theirs."""
+    job = make_job(2, [5, 9], 512, 3, 4)
+
+    def work(group: ThreadGroup) -> None:
+        rank = group.rank
+        buffer = deep_ep.Buffer(group, BYTES, BYTES, True, timeout_s=60)
+        elastic = deep_ep.ElasticBuffer(group, num_max_tokens_per_rank=16, hidden=512, num_cpu_timeout_secs=60)
+        bias = torch.ones_like(job.x[rank])
+        waits = torch.zeros(2, dtype=torch.int64)
+        results: list[list[torch.Tensor]] = []
+        for device in ("cpu", "cpu", "meta"):
+            with torch.device(device):
+                outs = []
+                elastic.barrier()
+                for topk in (True, False):
+                    recv_x, _, weights, _, handle, _ = dispatch(buffer, job, rank, topk=topk)
+                    outs += [recv_x, *buffer.combine(recv_x, handle, topk_weights=weights, bias=bias)[:2], handle[3]]
+                recv_x, ids, weights, _, handle, _ = dispatch(buffer, job, rank, num_worst_tokens=20)
+                outs += [ids, *buffer.combine(recv_x, handle)[:1]]
+                for fp8 in (True, False):
+                    given = job.x[rank], job.topk_idx[rank], 16, 4, None, waits
+                    low_x, count, low_handle, _, _ = buffer.low_latency_dispatch(*given, use_fp8=fp8)
+                    outs += [count, *low_handle[:2]]
+                routing = job.topk_idx[rank], job.topk_weights[rank]
+                buffer.get_next_low_latency_combine_buffer(low_handle).copy_(low_x)
+                options = {"zero_copy": True, "combine_wait_recv_cost_stats": waits}
+                outs.append(buffer.low_latency_combine(low_x, *routing, low_handle, **options)[0])
+                for expand in (False, True):
+                    for given_weights in (routing[1], None):
+                        options = {"num_experts": 4, "do_expand": expand, "do_zero_padding": expand}
+                        recv_x, _, weights, ep, _ = elastic.dispatch(job.x[rank], routing[0], given_weights, **options)
+                        outs += [recv_x, ep.recv_src_metadata, ep.dst_buffer_slot_idx]
+                        outs += elastic.combine(recv_x, ep, topk_weights=weights, bias=bias)[:2]
+            results.append([t for t in outs if t is not None and t.numel()])
+        for one, other in zip(*results[1:], strict=True):
+            assert one.device == other.device
+            assert one.shape == other.shape
+
+    ThreadGroup.run(work, 2, timeout_s=120)

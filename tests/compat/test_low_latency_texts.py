@@ -10,7 +10,7 @@ from compat.oracle import make_job
 from compat.test_normal import BYTES, dispatch
 from compat.texts import Cases, across, check, f32, on_two_ranks, said, zeros
 
-from moe_rt import ThreadGroup
+from moe_rt import Buffer, ThreadGroup
 from moe_rt.compat import deep_ep
 from moe_rt.compat.deep_ep.config import low_latency_bytes
 from moe_rt.compat.deep_ep.low_latency import LowLatencyHandle
@@ -181,6 +181,7 @@ def test_hooks_are_called_once_in_any_order() -> None:
             f"rank {rank}: return_recv_hook: got low_latency_dispatch while the hooks of 2 other ops were not called, "
             "expected at most 2 outstanding ops; call a hook"
         )
+        assert (second[1] >= 0).all()  # an op that is refused completes those before it, too
         assert said(lambda: combine(first)) == f"rank {rank}: {not_called}"
         assert not first[2].arrived
         first[4]()
@@ -252,6 +253,18 @@ def test_waits_for_peers_are_added() -> None:
         buffer.low_latency_combine(recv_x, *routing, combine_wait_recv_cost_stats=again)
         after = sum(inner.waited_ns()[1 - rank] for inner in buffer._exchanges[1].buffers)
         assert int(again[0, 1 - rank]) == after - before
+
+    on_two_ranks(make, work)
+
+
+def test_ranks_that_count_no_waits_add_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As CUDA ranks."""
+    monkeypatch.setattr(Buffer, "waited_ns", lambda self: [])
+
+    def work(buffer: deep_ep.Buffer, rank: int) -> None:
+        waits = torch.tensor([3, 4])
+        buffer.low_latency_dispatch(**given(rank), dispatch_wait_recv_cost_stats=waits)
+        assert waits.tolist() == [3, 4]
 
     on_two_ranks(make, work)
 

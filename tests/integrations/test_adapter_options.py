@@ -57,7 +57,7 @@ def test_a_layer_asks_for_a_buffer_of_its_rows_once(fixed: bool, monkeypatch: py
 
 
 def test_layers_share_a_buffer_and_keep_apart() -> None:
-    """Layers that are made one after the other join one pool; a fixed buffer is shared by its sizes alone."""
+    """Layers that are made one after the other join one pool; layers of the same fixed sizes share a buffer too."""
 
     def work(group: ThreadGroup) -> None:
         x, ids, weights = torch.randn(3, 8), torch.tensor([[0], [1], [0]]), torch.rand(3, 1)
@@ -94,7 +94,7 @@ def test_the_group_of_a_mesh_is_the_groups_own(monkeypatch: pytest.MonkeyPatch) 
 
 
 class Recorded:
-    """Stands for a LayerExchange, and records what it was made with."""
+    """Replacement for a LayerExchange, which records what it was made with."""
 
     made: list[Recorded]
     num_ranks = 2
@@ -171,9 +171,7 @@ def test_texts_of_a_manager(made: list[Recorded]) -> None:
     budget = SimpleNamespace(moe_expert_rank_capacity_factor=1.5)
     refusals: list[tuple[Callable[[], Any], str]] = [
         (
-            lambda: MoeRtManager(
-                None, 1, 1, 2, SimpleNamespace(moe_expert_rank_capacity_factor=1.5), capacity_factor=2.0
-            ),
+            lambda: MoeRtManager(None, 1, 1, 2, budget, capacity_factor=2.0),
             "capacity_factor: got 2.0, expected None with moe_expert_rank_capacity_factor = 1.5",
         ),
         (

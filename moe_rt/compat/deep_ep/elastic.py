@@ -120,9 +120,9 @@ class ElasticBuffer:
     def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
         """Return when every rank has called it. Collective."""
         self._require_open()
-        none = torch.empty(0, 1)
         rows = Rows("tokens", _SIGNAL_HIDDEN, 1, self.num_ranks, torch.bfloat16)
-        self._exchange.dispatch(rows, torch.empty(0, _SIGNAL_HIDDEN, dtype=torch.bfloat16), none.long(), none)
+        none = torch.empty(0, 1, device=self._exchange.buffer(rows, 0, None).device)
+        self._exchange.dispatch(rows, none.new_empty(0, _SIGNAL_HIDDEN, dtype=torch.bfloat16), none.long(), none)
 
     @ungraded
     def dispatch(

@@ -103,7 +103,8 @@ def expanded(handle: EPHandle) -> Expanded:
     """Return the map of the handle's expanded rows."""
     slots = handle.slots.flatten()
     entries = slots.new_full((handle.num_expanded_tokens + 1,), -1)  # the last one takes entries without a row
-    entries.scatter_(0, slots.where(slots >= 0, handle.num_expanded_tokens), torch.arange(len(slots)).to(slots.device))
+    numbers = torch.arange(len(slots), device=slots.device)
+    entries.scatter_(0, slots.where(slots >= 0, handle.num_expanded_tokens), numbers)
     entries = entries[:-1]
     return Expanded(entries.clamp(min=0), entries >= 0)
 

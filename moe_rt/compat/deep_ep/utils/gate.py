@@ -40,8 +40,8 @@ def _scaled(num_tokens: int, num_experts: int, num_ranks: int, factor: float) ->
 
 def _precise(num_tokens: int, num_experts: int, num_ranks: int, num_topk: int, ratio: float) -> Tensor:
     per_rank = num_experts // num_ranks
-    visits = max(int((num_ranks - 1) / ratio) + 1, -(-num_topk // per_rank))  # ranks of each token, which have K experts
-    visits = min(num_topk, num_ranks, visits)
+    fewest = -(-num_topk // per_rank)  # ranks that have K experts
+    visits = min(num_topk, num_ranks, max(int((num_ranks - 1) / ratio) + 1, fewest))  # ranks of each token
     special = min(num_tokens, round(num_tokens * visits * ratio / (num_ranks - 1 + ratio)))
     if visits == num_ranks:
         special = num_tokens
