@@ -258,7 +258,7 @@ def test_waits_for_peers_are_added() -> None:
 
 
 def test_ranks_that_count_no_waits_add_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As CUDA ranks."""
+    """CUDA ranks count none."""
     monkeypatch.setattr(Buffer, "waited_ns", lambda self: [])
 
     def work(buffer: deep_ep.Buffer, rank: int) -> None:
