@@ -251,6 +251,28 @@ def test_low_latency_with_more_tokens_than_agreed() -> None:
     assert "20 tokens, expected at most num_max_dispatch_tokens_per_rank = 10" in str(errors[WRONG])
 
 
+@pytest.mark.parametrize("elastic", [False, True], ids=["low latency", "elastic"])
+def test_peers_are_told_how_many_tokens_were_too_many(elastic: bool) -> None:
+    def rank(group: ThreadGroup) -> MoeRtError:
+        tokens = 9 if group.rank == WRONG else 3
+        x, ids = JOB.x[group.rank][:tokens], JOB.topk_idx[group.rank][:tokens]
+        if elastic:
+            made = deep_ep.ElasticBuffer(group, num_max_tokens_per_rank=8, hidden=128, num_cpu_timeout_secs=60)
+            made.dispatch(x[:3], ids[:3], num_experts=4)
+        else:
+            buffer = deep_ep.Buffer(group, BYTES, BYTES, True, timeout_s=60)
+            buffer.low_latency_dispatch(x[:3], ids[:3], 8, 4, use_fp8=False)
+        with pytest.raises(TooManyTokens) as caught:
+            made.dispatch(x, ids, num_experts=4) if elastic else buffer.low_latency_dispatch(
+                x, ids, 8, 4, use_fp8=False
+            )
+        return caught.value
+
+    for error in ThreadGroup.run(rank, 2, timeout_s=120):
+        assert "9 tokens, expected at most" in str(error)
+        assert " 8 (" in str(error)
+
+
 @pytest.mark.parametrize("most", [10, 24], ids=["fewer", "more"])
 def test_other_bounds_of_low_latency_tokens(most: int) -> None:
     short = dataclasses.replace(JOB, x=[x[:8] for x in JOB.x], topk_idx=[ids[:8] for ids in JOB.topk_idx])

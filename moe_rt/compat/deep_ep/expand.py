@@ -80,7 +80,7 @@ class EPHandle:
         self.num_unaligned_recv_tokens_per_expert = counts.int()
         sources = torch.searchsorted(offs, rows, right=True, out_int32=True)
         tokens = sources * self.num_max_tokens_per_rank + plan.source_tokens[:num_rows]
-        first = (ids >= 0).int().argmax(1).int() if num_rows else rows
+        first = (ids >= 0).int().argmax(1).int()
         slots = self.slots.int() if self.do_expand else torch.full_like(self.slots, -1, dtype=torch.int32)
         self.recv_src_metadata = torch.cat([torch.stack([tokens, sources * num_topk + first], 1), slots], 1)
         ranks = ranks_of(self.topk_idx, self.num_experts, num_ranks)
@@ -119,7 +119,7 @@ def columns_of(scales: Tensor) -> Tensor:
 
 def ranks_of(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Tensor:
     """Return int64 [T, K]: the rank of each entry's expert; -1 stays -1."""
-    return topk_idx.div(num_experts // num_ranks, rounding_mode="floor").clamp(min=-1)
+    return topk_idx.div(num_experts // num_ranks, rounding_mode="floor")
 
 
 def _slots(experts: Tensor, counts: Tensor, starts: Tensor) -> Tensor:

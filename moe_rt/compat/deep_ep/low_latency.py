@@ -188,8 +188,7 @@ class LowLatency:
         hidden = x.shape[1] if isinstance(x, Tensor) and x.dim() == 2 else 0
         num_topk = topk_idx.shape[1] if isinstance(topk_idx, Tensor) and topk_idx.dim() == 2 else 1
         rows = self._rows(hidden, num_topk, num_experts) if type(num_experts) is int else None
-        sizes = (x.shape[0], most) if isinstance(error, TooManyTokens) else (0, 0)
-        self._exchange.refuse(rows, error, *sizes)
+        self._exchange.refuse(rows, error, *((x.shape[0], most) if isinstance(error, TooManyTokens) else ()))
 
     @staticmethod
     def _rows(hidden: int, num_topk: int, num_experts: int) -> Rows:
