@@ -134,23 +134,24 @@ def test_weights_that_return(num_topk: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", [[5, 16], [16, 16], [0, 3]], ids=str)
-def test_rows_and_scales_at_fixed_places(tokens: list[int]) -> None:
-    job = make_job(2, tokens, 512, 3, 8)
+@pytest.mark.parametrize("num_local", [2, 4])
+def test_rows_and_scales_at_fixed_places(tokens: list[int], num_local: int) -> None:
+    job = make_job(2, tokens, 512, 3, 2 * num_local)
 
     def work(buffer: deep_ep.Buffer, rank: int) -> None:
-        _, _, handle, _, _ = buffer.low_latency_dispatch(job.x[rank], job.topk_idx[rank], 16, 8)
+        _, _, handle, _, _ = buffer.low_latency_dispatch(job.x[rank], job.topk_idx[rank], 16, 2 * num_local)
         found, ranges = torch.full_like(handle[0], 77), torch.full_like(handle[1], 77)
         layouts.describe_rows(handle.buffer, handle.plan, on_gpu(found), on_gpu(ranges))
         assert torch.equal(ranges, handle[1])
-        rows = torch.randn(4 * 32, 4)
-        columns = [torch.zeros(4, 4, 32).transpose(1, 2) for _ in range(2)]
+        rows = torch.randn(num_local * 32, 4)
+        columns = [torch.zeros(num_local, 4, 32).transpose(1, 2) for _ in range(2)]
         layouts.put_in_columns(handle.buffer, handle.plan, rows, columns[0])
         layouts.put_in_columns(handle.buffer, handle.plan, rows, on_gpu(columns[1]))
-        for expert in range(4):
+        for expert in range(num_local):
             number = len(expert_rows(job, rank, expert))
             assert found[expert, :number].tolist() == [token for _, token in expert_rows(job, rank, expert)]
             for each in columns:
-                assert torch.equal(each[expert, :number], rows.view(4, 32, 4)[expert, :number])
+                assert torch.equal(each[expert, :number], rows.view(num_local, 32, 4)[expert, :number])
 
     on_ranks(job, work)
 

@@ -12,6 +12,7 @@ from compat.texts import said, zeros
 
 from moe_rt import ThreadGroup
 from moe_rt.compat import deep_ep
+from moe_rt.compat.deep_ep import home
 from moe_rt.compat.deep_ep.exchange import Exchange, Rows
 from moe_rt.compat.deep_ep.normal import biases, first_rows
 from moe_rt.errors import ConfigMismatch, InvalidInput, MoeRtError, TooManyTokens
@@ -55,10 +56,32 @@ def test_sixteen_ranks() -> None:
         assert of_ranks.tolist() == ends
         assert tokens.tolist() == source_tokens(job, rank)
         assert [handle[place].numel() for place in (1, 2, 3, 5, 8, 9)] == [0] * 6
-        out, _, _ = buffer.internode_combine(recv_x, handle)
-        assert torch.equal(out, (job.x[rank].float() * visits(job, rank).sum(1, keepdim=True)).bfloat16())
+        copies = visits(job, rank).sum(1, keepdim=True)
+        for bias in (None, torch.ones_like(job.x[rank])):
+            out, _, _ = buffer.internode_combine(recv_x, handle, bias=bias)
+            assert torch.equal(out, (job.x[rank].float() * copies + (0 if bias is None else 1)).bfloat16())
+        elastic = deep_ep.ElasticBuffer(buffer.group, num_max_tokens_per_rank=4, hidden=16, num_cpu_timeout_secs=60)
+        recv_x, _, weights, ep, _ = elastic.dispatch(job.x[rank], job.topk_idx[rank], weights_of(rank), num_experts=16)
+        out, home, _ = elastic.combine(recv_x, ep, topk_weights=weights)
+        assert torch.equal(out, (job.x[rank].float() * copies).bfloat16())
+        assert torch.equal(home, weights_of(rank).masked_fill(job.topk_idx[rank] < 0, 0))
+
+    def weights_of(rank: int) -> torch.Tensor:
+        return job.topk_weights[rank]
 
     on_ranks(job, work)
+
+
+@pytest.mark.parametrize("shape", [(0, 2), (1, 1), (1, 2), (1, 8), (3, 4), (40, 2)], ids=str)
+@pytest.mark.parametrize("num_ranks", [1, 8, 64])
+def test_rows_arrive_at_home_by_rank_then_token(shape: tuple[int, int], num_ranks: int) -> None:
+    """Also if there are more ranks than entries."""
+    ranks = torch.randint(-1, num_ranks, shape)
+    entries = [(rank, token, k) for token, row in enumerate(ranks.tolist()) for k, rank in enumerate(row) if rank >= 0]
+    right = torch.full(shape, -1)
+    for place, (_, token, k) in enumerate(sorted(entries)):
+        right[token, k] = place
+    assert home.places_at_home(ranks).tolist() == right.tolist()
 
 
 @pytest.mark.parametrize("worst", [0, 30])
@@ -153,24 +176,28 @@ def send(exchange: Exchange, tokens: int, rows: Rows, bound: int | None = None) 
 
 def test_buffers_grow_and_stay() -> None:
     def work(group: ThreadGroup) -> list[Any]:
-        exchange, made = Exchange(group, 60), []
+        exchange, made = Exchange(group, 60), dict[Any, None]()
+        sizes: list[int] = []
         assert exchange.of(rows_of()) is exchange.of(None) is None
         for tokens, rows, bound in ((3, rows_of(), None), (32, rows_of(), None), (33, rows_of(), None),
                                     (3, rows_of(32), None), (20, rows_of(), None), (3, rows_of(8), 5),
-                                    (3, rows_of(8), 4), (3, rows_of(8), 6)):  # fmt: skip
+                                    (3, rows_of(8), 4), (3, rows_of(8), 6), (65, rows_of(24), None)):  # fmt: skip
             received = send(exchange, tokens if group.rank else 1, rows, bound)
             assert exchange.of(rows) is received.buffer
-            made.append(received.buffer.spec.num_max_tokens_per_rank)
-        assert len(exchange.buffers) == 5  # the outgrown ones of 32 and of 5 too
+            assert received.handle.tag == 0
+            made[received.buffer] = None
+            sizes.append(received.buffer.spec.num_max_tokens_per_rank)
+        assert {*exchange.buffers} == {*made}  # the outgrown ones too
+        assert len(exchange.buffers) == 6
         with pytest.raises(TooManyTokens):
             send(exchange, 7, rows_of(8), 6)
-        assert len(exchange.buffers) == 5
+        assert len(exchange.buffers) == 6
         exchange.close()
         assert exchange.buffers == []
         assert exchange.of(rows_of()) is None
-        return made
+        return sizes
 
-    assert ThreadGroup.run(work, 2, timeout_s=120) == [[32, 32, 64, 32, 64, 5, 5, 6]] * 2
+    assert ThreadGroup.run(work, 2, timeout_s=120) == [[32, 32, 64, 32, 64, 5, 5, 6, 128]] * 2
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["first buffer", "later buffer"])

@@ -119,7 +119,7 @@ def columns_of(scales: Tensor) -> Tensor:
 
 def ranks_of(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Tensor:
     """Return int64 [T, K]: the rank of each entry's expert; -1 stays -1."""
-    return topk_idx.div(num_experts // num_ranks, rounding_mode="floor")
+    return topk_idx // (num_experts // num_ranks)
 
 
 def _slots(experts: Tensor, counts: Tensor, starts: Tensor) -> Tensor:

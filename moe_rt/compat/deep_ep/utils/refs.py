@@ -68,9 +68,9 @@ def combine(
     """Return [T, H]: y [T, K, H] added in the order of topk_idx, after sums in each rank, and in each domain."""
     per_rank = num_experts // (num_scaleout_ranks * num_scaleup_ranks)
     if reduce_in_local:
-        y = _reduced(y, topk_idx.div(per_rank, rounding_mode="floor"))
+        y = _reduced(y, topk_idx // per_rank)
     if reduce_in_scaleup:
-        y = _reduced(y, topk_idx.div(per_rank * num_scaleup_ranks, rounding_mode="floor"))
+        y = _reduced(y, topk_idx // (per_rank * num_scaleup_ranks))
     first = None if bias is None else bias[0].float() + bias[1].float() if isinstance(bias, tuple) else bias.float()
     return ordered_accumulate(y, first)
 
