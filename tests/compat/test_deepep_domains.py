@@ -325,3 +325,14 @@ def test_ops_make_tensors_where_their_operands_are() -> None:
             assert one.shape == other.shape
 
     ThreadGroup.run(work, 2, timeout_s=120)
+
+
+def test_buffers_are_made_where_the_ranks_are() -> None:
+    def work(group: ThreadGroup) -> None:
+        exchange = Exchange(group, 60)
+        for tokens, rows in ((3, rows_of()), (3, rows_of(32)), (40, rows_of())):
+            given = zeros(tokens, rows.hidden), torch.full((tokens, 1), group.rank), torch.ones(tokens, 1)
+            with torch.device("meta"):
+                assert exchange.dispatch(rows, *given).x.is_cpu
+
+    ThreadGroup.run(work, 2, timeout_s=120)
