@@ -27,7 +27,8 @@ ARITHMETIC |= {"&": "|", "|": "&", "^": "|"}
 UPDATES = {"+=": "-=", "-=": "+=", "*=": "+=", "|=": "&=", "&=": "|=", "<<=": ">>=", ">>=": "<<="}
 OPERATORS = {"boundary moved": MOVED, "negated": NEGATED, "and for or": LOGIC, "operator": {**ARITHMETIC, **UPDATES}}
 CALLEES = {"min": "max", "max": "min", "any": "all", "all": "any"}
-ANY_ORDER = re.compile(r"(?:\w+(?:::|\.))?(?:min|max|min_of|max_of|gcd|lcm)")  # functions of arguments in any order
+# Functions of arguments in any order.
+ANY_ORDER = re.compile(r"torch\.equal|(?:\w+(?:::|\.))?(?:min|max|min_of|max_of|gcd|lcm)")
 JUMPS = {"continue_statement": "break", "break_statement": "continue"}
 
 SKIPPED = {
@@ -196,12 +197,22 @@ class _Language:
             return False
         if any(self._plain(left) for node in (first, second) for left in self._left_of(node)):
             return False
+        if self._in_any_order(first, second):
+            return False
         if any(child.type in ("string", "assert_statement") for node in (first, second) for child in node.children[:1]):
             return False
         return not any(
             re.search(rf"(?<![\w.]){re.escape(name)}\b", self.said(other))
             for node, other in ((first, second), (second, first))
             for name in self._sets(node)
+        )
+
+    def _in_any_order(self, first: Node, second: Node) -> bool:
+        """True if both set attributes to values without calls, and neither uses the other's."""
+        return all(
+            left.type == "attribute" and "(" not in self.said(node) and self.said(left) not in self.said(other)
+            for node, other in ((first, second), (second, first))
+            for left in self._left_of(node) or [node]
         )
 
     def _left_of(self, statement: Node) -> list[Node]:

@@ -137,6 +137,30 @@ def test_the_expanded_layout(job: Job, alignment: int, codes: bool, sync: bool) 
     on_ranks(job, work)
 
 
+@pytest.mark.parametrize("expand", [False, True], ids=["tokens", "expanded"])
+@pytest.mark.parametrize("sync", [True, False], ids=["exact", "worst case"])
+def test_tokens_that_visit_no_expert(expand: bool, sync: bool) -> None:
+    job = make_job(2, [5, 0], HIDDEN, 3, 4)
+    none = torch.full((5, 3), -1)
+
+    def work(buffer: deep_ep.ElasticBuffer, rank: int) -> None:
+        ids, options = none[: len(job.x[rank])], {"do_expand": expand, "do_cpu_sync": sync, "num_experts": 4}
+        recv_x, recv_ids, weights, handle, _ = buffer.dispatch(job.x[rank], ids, job.topk_weights[rank], **options)
+        rows = 0 if sync else 2 * MOST * (2 if expand else 1)
+        assert recv_x.shape == (rows, HIDDEN)
+        assert len(weights) == rows
+        assert recv_ids is None or (recv_ids.shape == (rows, 3) and (recv_ids == -1).all())
+        assert handle.num_unaligned_recv_tokens_per_expert.tolist() == [0, 0]
+        assert handle.recv_src_metadata.shape == (0 if sync else 2 * MOST, 5)
+        assert (handle.dst_buffer_slot_idx == -1).all()
+        bias = torch.ones_like(job.x[rank])
+        out, home, _ = buffer.combine(torch.full_like(recv_x, torch.nan), handle, topk_weights=weights, bias=bias)
+        assert torch.equal(out, bias)
+        assert not home.any()
+
+    on_ranks(job, work)
+
+
 def outputs(job: Job, source: int) -> torch.Tensor:
     """Return bfloat16 [T, K, H]: what the expert of each entry makes of the token; 0 for no expert."""
     factors = (1 + job.topk_idx[source].float()) / 7

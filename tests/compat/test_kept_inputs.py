@@ -58,18 +58,21 @@ def test_ids_of_a_low_latency_dispatch_may_change() -> None:
     on_ranks(work)
 
 
-def test_counts_without_experts_are_rounded_up() -> None:
+@pytest.mark.parametrize("num_experts", [2, 6, 8, 10, 18])
+@pytest.mark.parametrize("alignment", [1, 16])
+def test_counts_without_experts_are_rounded_up(num_experts: int, alignment: int) -> None:
     """Ids decide the counts of a dispatch with experts, the callers' counts those of one without."""
+    job = make_job(2, [8, 8], HIDDEN, 2, num_experts)
 
     def work(buffer: deep_ep.Buffer, rank: int) -> list[int]:
-        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(JOB.topk_idx[rank], 4)
+        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(job.topk_idx[rank], num_experts)
         layout = {"num_tokens_per_rank": per_rank, "num_tokens_per_expert": per_expert, "is_token_in_rank": in_rank}
-        _, _, _, counts, _, _ = buffer.dispatch(JOB.x[rank], **layout, expert_alignment=16)
+        _, _, _, counts, _, _ = buffer.dispatch(job.x[rank], **layout, expert_alignment=alignment)
         return counts
 
-    entries = torch.cat(JOB.topk_idx)
-    expected = [-(-int((entries == expert).sum()) // 16) * 16 for expert in range(4)]
-    assert on_ranks(work) == [expected[:2], expected[2:]]
+    entries, half = torch.cat(job.topk_idx), num_experts // 2
+    expected = [-(-int((entries == expert).sum()) // alignment) * alignment for expert in range(num_experts)]
+    assert on_ranks(work) == [expected[:half], expected[half:]]
 
 
 @pytest.mark.parametrize("where", ["normal", "elastic"])

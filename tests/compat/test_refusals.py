@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -249,6 +250,37 @@ def test_low_latency_with_more_tokens_than_agreed() -> None:
     errors = raised(lambda buffer, rank: low(buffer, rank, 10))
     assert all(isinstance(error, TooManyTokens) for error in errors)
     assert "20 tokens, expected at most num_max_dispatch_tokens_per_rank = 10" in str(errors[WRONG])
+
+
+@pytest.mark.parametrize("elastic", [False, True], ids=["low latency", "elastic"])
+def test_peers_are_told_how_many_tokens_were_too_many(elastic: bool) -> None:
+    def rank(group: ThreadGroup) -> MoeRtError:
+        tokens = 9 if group.rank == WRONG else 3
+        x, ids = JOB.x[group.rank][:tokens], JOB.topk_idx[group.rank][:tokens]
+        if elastic:
+            made = deep_ep.ElasticBuffer(group, num_max_tokens_per_rank=8, hidden=128, num_cpu_timeout_secs=60)
+            made.dispatch(x[:3], ids[:3], num_experts=4)
+        else:
+            buffer = deep_ep.Buffer(group, BYTES, BYTES, True, timeout_s=60)
+            buffer.low_latency_dispatch(x[:3], ids[:3], 8, 4, use_fp8=False)
+        given = x, ids, 8, 4
+        with pytest.raises(TooManyTokens) as caught:
+            made.dispatch(x, ids, num_experts=4) if elastic else buffer.low_latency_dispatch(*given, use_fp8=False)
+        return caught.value
+
+    for error in ThreadGroup.run(rank, 2, timeout_s=120):
+        assert re.search(r"\b9 tokens, expected at most (\w+ = )?8\b", str(error))
+
+
+def test_a_handle_of_another_type_after_a_dispatch() -> None:
+    """Peers learn of it where they dispatch, not in the low-latency buffers."""
+
+    def work(buffer: deep_ep.Buffer, rank: int) -> None:
+        handle = dispatch(buffer, JOB, rank)[4]
+        low(buffer, rank)
+        buffer.dispatch(JOB.x[rank], (1,) if rank == WRONG else handle)  # type: ignore[arg-type]
+
+    assert_named(raised(work), "handle: got tuple")
 
 
 @pytest.mark.parametrize("most", [10, 24], ids=["fewer", "more"])

@@ -25,6 +25,7 @@ from moe_rt import ThreadGroup  # noqa: E402
 from moe_rt.buffer.pool import GrowingOptions  # noqa: E402
 from moe_rt.errors import GroupPoisoned, InvalidConfig, InvalidInput  # noqa: E402
 from moe_rt.integrations import transformers as adapter  # noqa: E402
+from moe_rt.integrations.routed_blocks import EXCHANGE  # noqa: E402
 from moe_rt.integrations.transformers import configure  # noqa: E402
 
 MakeRanks = Callable[[str, int], Ranks]
@@ -305,3 +306,55 @@ def test_evaluation_changes_no_gradient(
 ) -> None:
     changed = make_ranks("shm", 2).run(cases.trains_after_evaluation, saved("qwen3_moe"), distributed, evaluation)
     assert changed == [[], []]
+
+
+class Mesh:
+    def __init__(self, size: int) -> None:
+        self.ranks = size
+
+    def size(self) -> int:
+        return self.ranks
+
+
+@pytest.fixture
+def make_layer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Return make(experts, size), which makes the layer of experts over meshes without ranks."""
+
+    def init(self: Any, experts: Any, ep_mesh: Any, tp_mesh: Any) -> None:
+        self.experts_forward, self.num_local_experts = experts.forward, experts.num_experts
+        self.ep_mesh, self.tp_mesh = ep_mesh, tp_mesh
+
+    monkeypatch.setattr(adapter.EPImplementation, "__init__", init)
+    return lambda experts, size: adapter.MoeRtEP(experts, Mesh(size), Mesh(1))  # type: ignore[arg-type]
+
+
+def experts_of(num_local: int, **parameters: int) -> Any:
+    experts: Any = torch.nn.Identity()
+    experts.num_experts = num_local
+    for name, size in parameters.items():
+        experts.register_parameter(name, torch.nn.Parameter(torch.zeros(size, 2)))
+    return experts
+
+
+def test_a_layer_knows_its_experts(make_layer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter.BufferPool, "join", lambda mesh: ("pool of", mesh))
+    experts = experts_of(3, up=3, down=3)
+    layer = make_layer(experts, 1)
+    assert layer.num_experts == 3
+    assert layer._pool == ("pool of", layer.ep_mesh)
+    assert layer._buffer is None
+    assert getattr(experts, EXCHANGE) is layer
+    assert layer._attended.real(4) is None  # no attention has run
+    assert not layer._experts.grouped
+
+
+def test_experts_that_are_not_in_equal_blocks(make_layer: Callable[..., Any]) -> None:
+    each = 'whole on every rank, expected 2 on each of {} ranks; give it a "grouped_gemm" rule'
+    for experts, size, expected in (
+        (experts_of(2), 2, "got experts Identity without parameters, expected some to share"),
+        (experts_of(2, up=4), 2, f"got Identity.up of 4 experts, {each.format(2)}"),
+        (experts_of(2, up=2, down=3), 1, f"got Identity.down of 3 experts, {each.format(1)}"),
+    ):
+        with pytest.raises(InvalidConfig) as caught:
+            make_layer(experts, size)
+        assert str(caught.value).startswith(f"ep_plan: {expected} (")

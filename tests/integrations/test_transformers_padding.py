@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from integrations.transformers_models import tiny_config  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
+from moe_rt.integrations import unattended  # noqa: E402
 from moe_rt.integrations.unattended import Attended, watch_attention  # noqa: E402
 
 MakeRanks = Callable[[str, int], Ranks]
@@ -143,3 +145,78 @@ def test_layers_that_are_not_understood_send_padding() -> None:
     assert lone.real(6) is None
     for _ in range(2):
         assert first(x, REAL_TOKENS, first=True) is None
+
+
+def test_half_of_the_lowest_number_is_no_attention() -> None:
+    model = nn.ModuleList([Layer()])
+    watch_attention(model)
+    for share, attended in ((0.49, True), (0.5, False), (1.0, False)):
+        mask = torch.full((2, 1, 3, 3), LOWEST * share)
+        got = model[0](torch.zeros(6, 4), mask)
+        assert got is not None
+        assert got.tolist() == [attended] * 6
+
+
+def test_a_batch_without_tokens_has_no_padding() -> None:
+    model = nn.ModuleList([Layer()])
+    watch_attention(model)
+    assert model[0](torch.zeros(0, 4), torch.zeros(2, 1, 0, 0)) is None
+    assert model[0](torch.zeros(6, 4), torch.ones(2, 1, 3, 4)) is None
+
+
+class Nested(nn.Module):
+    """Experts in blocks of which several may have attentions; `inner` and `outer` are the numbers of these."""
+
+    def __init__(self, inner: int, outer: int) -> None:
+        super().__init__()
+        self.block = nn.Module()
+        self.block.mlp = nn.ModuleDict({"experts": nn.Identity()})
+        for module, number in ((self.block, inner), (self, outer)):
+            for i in range(number):
+                module.add_module(f"attention{i}", Layer.Attention())
+        self.attended = Attended(self.block.mlp["experts"])
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer", "which"), [(1, 0, "inner"), (1, 1, "inner"), (0, 1, "outer"), (2, 1, ""), (0, 2, ""), (0, 0, "")]
+)
+@pytest.mark.parametrize("listed", [False, True])
+def test_the_nearest_attention_is_the_experts_own(inner: int, outer: int, which: str, listed: bool) -> None:
+    """Its mask is used if it is the only one in its module; a list of layers ends the search."""
+    for name in ("inner", "outer"):
+        nested = Nested(inner, outer)
+        watch_attention(nn.ModuleList([nested]) if listed else nested)
+        for child in (nested.block if name == "inner" else nested).children():
+            if isinstance(child, Layer.Attention):
+                child(torch.zeros(6, 4), attention_mask=REAL_TOKENS)
+        assert (nested.attended.real(6) is not None) is (name == which)
+
+
+def test_an_attention_beyond_a_list_of_layers_is_another_layers() -> None:
+    model = nn.Module()
+    model.layers, model.attention = nn.ModuleList([Nested(0, 0)]), Layer.Attention()
+    watch_attention(model)
+    model.attention(torch.zeros(6, 4), attention_mask=REAL_TOKENS)
+    assert model.layers[0].attended.real(6) is None
+
+
+def test_models_that_transformers_spreads_from_now_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The function keeps its name and arguments; without it, as in another release, nothing happens."""
+    calls: list[Any] = []
+
+    def apply_expert_parallelism(model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        calls.append((model, args, kwargs))
+        return nn.ModuleList([model])
+
+    mixin = SimpleNamespace(apply_expert_parallelism=apply_expert_parallelism)
+    monkeypatch.setattr(unattended, "mixin", mixin)
+    unattended.watch_new_models()
+    layer = Layer()
+    spread = mixin.apply_expert_parallelism(layer, 1, plan=2)
+    assert mixin.apply_expert_parallelism.__name__ == "apply_expert_parallelism"
+    assert calls == [(layer, (1,), {"plan": 2})]
+    assert spread[0] is layer
+    assert layer(torch.zeros(6, 4), REAL_TOKENS) is not None
+    monkeypatch.setattr(unattended, "mixin", empty := SimpleNamespace())
+    unattended.watch_new_models()
+    assert vars(empty) == {}

@@ -115,12 +115,30 @@ def test_operators_of_cpp_are_of_whole_expressions() -> None:
     [
         ("a.py", "a = min(b, c) + math.gcd(b, c) + f(b, c)", {("b, c", "c, b")}),
         ("a.py", "a = max(b, c, key=len)", set()),
+        ("a.py", "a = torch.equal(b, c) + x.equal(b, c)", {("b, c", "c, b")}),
         ("a.h", "int f() { return std::min(b, c) + max_of(b, c); }", set()),
         ("a.h", "int f() { return column_max(b, c); }", {("column_max(b, c)", "column_max(c, b)")}),
     ],
 )
 def test_arguments_whose_order_makes_no_difference_stay(file: str, text: str, swapped: set[tuple[str, str]]) -> None:
     assert {(a, b) for operator, a, b in changes(file, text) if operator == "arguments swapped"} == swapped
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "swapped"),
+    [
+        ("s.a = 1", "s.b = c", False),
+        ("s.a: list[int] = []", "s.b = 2", False),
+        ("s.a = 1", "s.b = s.a", True),
+        ("s.a = s.b", "s.b = 2", True),
+        ("s.a = 1", "s.b = f()", True),
+        ("s.a = 1", "f()", True),
+        ("s[0] = 1", "s[1] = 2", True),
+    ],
+)
+def test_attributes_that_may_be_set_in_any_order_stay(first: str, second: str, swapped: bool) -> None:
+    found = changes("a.py", f"def f(s):\n    {first}\n    {second}\n")
+    assert bool([change for change in found if change[0] == "neighbours swapped"]) is swapped
 
 
 def test_a_function_is_named() -> None:

@@ -120,9 +120,9 @@ class ElasticBuffer:
     def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
         """Return when every rank has called it. Collective."""
         self._require_open()
-        none = torch.empty(0, 1)
         rows = Rows("tokens", _SIGNAL_HIDDEN, 1, self.num_ranks, torch.bfloat16)
-        self._exchange.dispatch(rows, torch.empty(0, _SIGNAL_HIDDEN, dtype=torch.bfloat16), none.long(), none)
+        none = torch.empty(0, 1, device=self._exchange.buffer(rows, 0, None).device)
+        self._exchange.dispatch(rows, none.new_empty(0, _SIGNAL_HIDDEN, dtype=torch.bfloat16), none.long(), none)
 
     @ungraded
     def dispatch(
@@ -168,7 +168,7 @@ class ElasticBuffer:
         error = error or self._wrong_options(cumulative_local_expert_recv_stats, num_experts, do_expand,
                                              do_zero_padding, previous_event, allocate_on_comm_stream)  # fmt: skip
         if error is not None:
-            self._exchange.refuse(self._rows, error, *((len(x), most) if isinstance(error, TooManyTokens) else (0, 0)))
+            self._exchange.refuse(self._rows, error, *((len(x), most) if isinstance(error, TooManyTokens) else ()))
         assert topk_idx is not None
         assert num_experts is not None
         hidden = (x[0] if isinstance(x, tuple) else x).shape[1]
@@ -213,7 +213,7 @@ class ElasticBuffer:
             self._exchange.refuse(self._rows and home.size_of(self._rows.hidden, self.num_ranks), error)
         ranks = ranks_of(handle.topk_idx, handle.num_experts, self.num_ranks)
         slots = handle.slots
-        sources = home.sources_of(handle.recv_src_metadata[: len(slots)], handle.num_max_tokens_per_rank, handle.there)
+        sources = home.sources_of(handle.recv_src_metadata, handle.num_max_tokens_per_rank, handle.there)
         first = sum((part.float() for part in biases(bias)[1:]), biases(bias)[0].float()) if biases(bias) else None
         if handle.do_expand and not self.allow_multiple_reduction:  # every row travels
             slots = home.in_front(slots, handle.num_experts // self.num_ranks)
@@ -343,7 +343,7 @@ def _results(received: Received, handle: EPHandle, zero: bool, columns: bool) ->
     ids: Tensor | None = None
     if handle.do_expand:
         of = expanded(handle)
-        parts = [part[of.entries // num_topk] if num_rows else first_rows(part, len(of.real)) for part in parts]
+        parts = [part[of.entries // num_topk] for part in parts]
         weights = weights.flatten()[of.entries]
         if zero:
             for part in (*parts, weights):

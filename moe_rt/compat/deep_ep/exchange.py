@@ -92,7 +92,7 @@ class Exchange:
     def buffer(self, rows: Rows, num_tokens: int, max_tokens: int | None) -> Buffer:
         """Return the buffer of such rows, made or enlarged if necessary, through which the caller runs the next op."""
         buffer = self._buffers.get(rows)
-        if buffer is None or (max_tokens or 0) > buffer.spec.num_max_tokens_per_rank:
+        if buffer is None or (max_tokens is not None and max_tokens > buffer.spec.num_max_tokens_per_rank):
             buffer = self._make(rows, num_tokens, max_tokens)
         self._latest = buffer
         return buffer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,16 @@ class EPHandle:
     """
 
     token_metadata_at_forward = channel_linked_list = None
+    num_recv_tokens: int
+    num_expanded_tokens: int
+    num_rows: int  # of recv_x
+    psum_num_recv_tokens_per_scaleup_rank: Tensor
+    psum_num_recv_tokens_per_expert: Tensor
+    num_unaligned_recv_tokens_per_expert: Tensor
+    recv_src_metadata: Tensor
+    dst_buffer_slot_idx: Tensor
+    slots: Tensor  # int64 [N, K]: expanded row of each received entry, or -1
+    there: Tensor  # bool [N]: False for the rows of the worst case that were not received
 
     def __init__(
         self, owner: object, topk_idx: Tensor, num_experts: int, expert_alignment: int, num_max_tokens_per_rank: int,
@@ -39,16 +49,7 @@ class EPHandle:
         self.owner, self.topk_idx, self.num_experts, self.do_expand = owner, topk_idx, num_experts, do_expand
         self.expert_alignment, self.num_max_tokens_per_rank = expert_alignment, num_max_tokens_per_rank
         self.num_sms = num_sms
-        self.num_recv_tokens = self.num_expanded_tokens = 0
         self.num_recv_tokens_per_expert_list: list[int] = []
-        self.num_rows = 0  # of recv_x
-        self.psum_num_recv_tokens_per_scaleup_rank: Any = None
-        self.psum_num_recv_tokens_per_expert: Any = None
-        self.num_unaligned_recv_tokens_per_expert: Any = None
-        self.recv_src_metadata: Any = None
-        self.dst_buffer_slot_idx: Any = None
-        self.slots: Any = None  # int64 [N, K]: expanded row of each received entry, or -1
-        self.there: Any = None  # bool [N]: False for the rows of the worst case that were not received
 
     def fill(self, received: Received, num_ranks: int, do_cpu_sync: bool) -> None:
         """Set all attributes from the dispatch's result. Only do_cpu_sync makes the host wait for it."""
@@ -79,7 +80,7 @@ class EPHandle:
         self.num_unaligned_recv_tokens_per_expert = counts.int()
         sources = torch.searchsorted(offs, rows, right=True, out_int32=True)
         tokens = sources * self.num_max_tokens_per_rank + plan.source_tokens[:num_rows]
-        first = (ids >= 0).int().argmax(1).int() if num_rows else rows
+        first = (ids >= 0).int().argmax(1).int()
         slots = self.slots.int() if self.do_expand else torch.full_like(self.slots, -1, dtype=torch.int32)
         self.recv_src_metadata = torch.cat([torch.stack([tokens, sources * num_topk + first], 1), slots], 1)
         ranks = ranks_of(self.topk_idx, self.num_experts, num_ranks)
@@ -102,7 +103,8 @@ def expanded(handle: EPHandle) -> Expanded:
     """Return the map of the handle's expanded rows."""
     slots = handle.slots.flatten()
     entries = slots.new_full((handle.num_expanded_tokens + 1,), -1)  # the last one takes entries without a row
-    entries.scatter_(0, slots.where(slots >= 0, handle.num_expanded_tokens), torch.arange(len(slots)).to(slots.device))
+    numbers = torch.arange(len(slots), device=slots.device)
+    entries.scatter_(0, slots.where(slots >= 0, handle.num_expanded_tokens), numbers)
     entries = entries[:-1]
     return Expanded(entries.clamp(min=0), entries >= 0)
 
@@ -117,7 +119,7 @@ def columns_of(scales: Tensor) -> Tensor:
 
 def ranks_of(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Tensor:
     """Return int64 [T, K]: the rank of each entry's expert; -1 stays -1."""
-    return topk_idx.div(num_experts // num_ranks, rounding_mode="floor").clamp(min=-1)
+    return topk_idx // (num_experts // num_ranks)
 
 
 def _slots(experts: Tensor, counts: Tensor, starts: Tensor) -> Tensor:

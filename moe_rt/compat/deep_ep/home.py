@@ -22,14 +22,14 @@ def last_entries(ranks: Tensor, num_ranks: int) -> Tensor:
 
 def in_front(entries: Tensor, most: int) -> Tensor:
     """Return the entries [T, K] that are not -1 in their order, then -1: at most `most` of them."""
-    order = (entries < 0).to(torch.uint8).argsort(dim=1, stable=True)
+    order = (entries < 0).to(torch.uint8).argsort(stable=True)
     return entries.gather(1, order[:, : min(most, entries.shape[1])])
 
 
 def places_at_home(ranks: Tensor) -> Tensor:
     """Return int64 [T, J]: where the row of each entry arrives, in the order rank, token, entry; -1 for no rank."""
     flat = ranks.flatten()
-    order = flat.where(flat >= 0, flat.numel() + 1).argsort(stable=True)
+    order = flat.where(flat >= 0, torch.iinfo(flat.dtype).max).argsort(stable=True)
     places = torch.empty_like(flat).scatter_(0, order, torch.arange(len(flat), device=flat.device))
     return places.where(flat >= 0, -1).view(ranks.shape)
 
@@ -45,7 +45,7 @@ def add_in_order(rows: Tensor, places: Tensor, first: Tensor | None = None) -> T
 
 def sources_of(metadata: Tensor, num_max_tokens: int, there: Tensor) -> Tensor:
     """Return int64 [N, 1]: the source rank of each received row; -1 for a row that was not received."""
-    return metadata[:, 0].div(num_max_tokens, rounding_mode="floor").long().where(there, -1).unsqueeze(1)
+    return (metadata[:, 0] // num_max_tokens).long().where(there, -1).unsqueeze(1)
 
 
 def size_of(hidden: int, num_ranks: int, dtype: torch.dtype = torch.bfloat16) -> Rows:

@@ -32,9 +32,8 @@ class Layout(NamedTuple):
 class KnownLayout:
     """The last layout that this rank computed, so that a dispatch with its tensors need not check them."""
 
-    def __init__(self) -> None:
-        self._tensors: tuple[Tensor, ...] = ()
-        self._versions: list[int] = []
+    _tensors: tuple[Tensor, ...] = ()
+    _versions: list[int]
 
     def compute(self, topk_idx: Tensor, num_experts: int, num_ranks: int) -> Layout:
         """Return the layout, and remember both as they are now, unless a token names an expert twice.
@@ -79,8 +78,7 @@ def differs(topk_idx: Tensor, layout: Layout) -> bool:
     if topk_idx.is_cpu:
         return _engine.counts_differ(*_addresses(topk_idx, layout))
     own = counted_by_torch(topk_idx, len(layout.per_expert), len(layout.per_rank))
-    same = all(torch.equal(one, other) for one, other in zip(own, layout, strict=True))
-    return not same or repeats(topk_idx)
+    return not all(map(torch.equal, own, layout)) or repeats(topk_idx)
 
 
 def _addresses(ids: Tensor, layout: Layout) -> tuple[int, ...]:
@@ -93,7 +91,7 @@ def counted_by_torch(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Layo
     """Count a routing on any device."""
     known = topk_idx.where((topk_idx >= 0) & (topk_idx < num_experts), -1)
     per_expert = torch.bincount(known.flatten() + 1, minlength=num_experts + 1)[1:].int()
-    ranks = known.div(num_experts // num_ranks, rounding_mode="floor")  # -1 stays -1
+    ranks = known // (num_experts // num_ranks)  # -1 stays -1
     visited = ranks.new_zeros(len(ranks), num_ranks + 1, dtype=torch.bool).scatter_(1, ranks + 1, True)
     in_rank = visited[:, 1:].contiguous()
     return Layout(in_rank.sum(0, dtype=torch.int32), per_expert, in_rank)
@@ -205,7 +203,7 @@ def described_by_torch(buffer: Buffer, handle: Handle, tokens: Tensor, ranges: T
     rows = handle.recv_plan[rows_at : rows_at + most_copies]
     rows = rows.where((copies < head[_engine.RecvPlan.num_copies]) & (rows >= 0), num_rows).long()
     tokens.copy_(tokens.new_zeros(num_rows + 1).scatter_(0, rows, token)[:-1].view_as(tokens))
-    blocks = rows.div(tokens.shape[1], rounding_mode="floor") * ranges.shape[1] + (source & _LOW_HALF)
+    blocks = rows // tokens.shape[1] * ranges.shape[1] + (source & _LOW_HALF)
     counts = ranges.new_zeros(ranges.numel() + ranges.shape[1]).scatter_add_(0, blocks, torch.ones_like(blocks))
     counts = counts[: ranges.numel()].view_as(ranges)
     ranges.copy_((counts.cumsum(1) - counts) << 32 | counts)

@@ -145,8 +145,10 @@ class LowLatency:
             error = size
         error = error or self._too_many(name, return_recv_hook, async_finish) or self._wrong_waits(waits)
         self._complete_all()
-        if not isinstance(size, Size) or ids is None or error is not None:
+        if error is not None:
             self._refuse_dispatch(x, topk_idx, most, num_experts, error)
+        assert isinstance(size, Size)
+        assert ids is not None
         before = self._waited(waits)
         buffer = self._exchange.buffer(size.rows, x.shape[0], most)
         sent = fp8.cast(x, round_scale, use_ue8m0) if use_fp8 else x
@@ -171,7 +173,7 @@ class LowLatency:
 
     def _received(
         self, handle: LowLatencyHandle, half: packed.Half, scales: Tensor | None, stats: Tensor | None,
-        waits: Tensor | None, before: list[int],
+        waits: Tensor | None, before: Tensor | None,
     ) -> None:  # fmt: skip
         """Write the scales, statistics and handle of a dispatch whose rows and counts are here."""
         handle.describe()
@@ -179,16 +181,14 @@ class LowLatency:
             put_in_columns(handle.buffer, handle.plan, half.outputs[-1], scales)
         if stats is not None:
             stats.add_(handle.plan.offs)
-        if waits is not None:
-            self._add_waits(waits, before)
+        self._add_waits(waits, before)
 
     def _refuse_dispatch(self, x: Any, topk_idx: Any, most: Any, num_experts: Any, error: Any) -> NoReturn:
         """Raise the error on every rank, in the buffer through which peers dispatch."""
         hidden = x.shape[1] if isinstance(x, Tensor) and x.dim() == 2 else 0
         num_topk = topk_idx.shape[1] if isinstance(topk_idx, Tensor) and topk_idx.dim() == 2 else 1
         rows = self._rows(hidden, num_topk, num_experts) if type(num_experts) is int else None
-        sizes = (x.shape[0], most) if isinstance(error, TooManyTokens) else (0, 0)
-        self._exchange.refuse(rows, error, *sizes)
+        self._exchange.refuse(rows, error, *((x.shape[0], most) if isinstance(error, TooManyTokens) else ()))
 
     @staticmethod
     def _rows(hidden: int, num_topk: int, num_experts: int) -> Rows:
@@ -241,17 +241,19 @@ class LowLatency:
         for hook in self.outstanding:
             hook.complete()
 
-    def _waited(self, wanted: Tensor | None) -> list[int]:
-        """Return the nanoseconds that this rank has waited for each peer, if they are wanted."""
+    def _waited(self, wanted: Tensor | None) -> Tensor | None:
+        """Return int64 [R], the nanoseconds that this rank has waited for each peer, if they are wanted."""
         if wanted is None:
-            return []
-        each = [buffer.waited_ns() for buffer in self._exchange.buffers]
-        return [sum(waits) for waits in zip(*each, strict=True)] or [0] * self.num_ranks
+            return None
+        each = [waits for buffer in self._exchange.buffers if (waits := buffer.waited_ns())]  # CUDA ranks have none
+        return torch.tensor([[0] * self.num_ranks, *each], device="cpu").sum(0)
 
-    def _add_waits(self, stats: Tensor | None, before: list[int]) -> None:
+    def _add_waits(self, stats: Tensor | None, before: Tensor | None) -> None:
+        now = self._waited(stats)
         if stats is not None:
-            waits = [b - a for a, b in zip(before, self._waited(stats), strict=True)]
-            stats.add_(torch.tensor(waits, dtype=torch.int64, device=stats.device).view(stats.shape))
+            assert now is not None
+            assert before is not None
+            stats.add_((now - before).to(stats.device).view(stats.shape))
 
     def _wrong_waits(self, stats: Tensor | None) -> InvalidInput | None:
         if stats is None or (stats.dtype is torch.int64 and stats.numel() == self.num_ranks):

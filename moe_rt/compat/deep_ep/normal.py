@@ -135,8 +135,7 @@ class Normal:
             out = home.add_in_order(rows, self._places(handle), first).to(x.dtype)
         else:
             engine = buffer._engine  # as Exchange.dispatch
-            capacity = engine.capacity  # the worst case may have more rows
-            y = x if x.shape[0] <= capacity else x[:capacity]
+            y = x[: engine.capacity]  # the worst case may have more rows
             out = engine.combine(y, None, plan.recv_plan, plan.send_plan, 0)
         if topk_weights is None:
             return out, None

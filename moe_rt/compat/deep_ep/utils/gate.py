@@ -19,7 +19,8 @@ def get_unbalanced_scores(
     """
     if precise:
         return _precise(num_tokens, num_experts, num_ranks, num_topk, ratio)
-    low, high = 1.0, 100.0
+    low = 1.0
+    high = 100.0
     for _ in range(_ROUNDS if ratio != 1.0 else 0):
         factor = (low + high) / 2
         ranks = _scaled(num_tokens, num_experts, num_ranks, factor).topk(num_topk).indices // (num_experts // num_ranks)
@@ -39,7 +40,8 @@ def _scaled(num_tokens: int, num_experts: int, num_ranks: int, factor: float) ->
 
 def _precise(num_tokens: int, num_experts: int, num_ranks: int, num_topk: int, ratio: float) -> Tensor:
     per_rank = num_experts // num_ranks
-    visits = min(num_topk, num_ranks, int((num_ranks - 1) / ratio) + 1)  # ranks of each token
+    fewest = -(-num_topk // per_rank)  # ranks that have K experts
+    visits = min(num_topk, num_ranks, max(int((num_ranks - 1) / ratio) + 1, fewest))  # ranks of each token
     special = min(num_tokens, round(num_tokens * visits * ratio / (num_ranks - 1 + ratio)))
     if visits == num_ranks:
         special = num_tokens
@@ -57,5 +59,5 @@ def _precise(num_tokens: int, num_experts: int, num_ranks: int, num_topk: int, r
     wanted = torch.arange(per_rank) < torch.tensor(numbers).unsqueeze(1)  # [visits, per_rank]
     experts = (ranks.unsqueeze(2) * per_rank + places)[wanted.expand(num_tokens, -1, -1)].view(num_tokens, num_topk)
     scores = torch.rand(num_tokens, num_experts, dtype=torch.float32) * _CHOSEN
-    above = _CHOSEN + 1e-6 + (1 - _CHOSEN - 1e-6) * torch.rand(num_tokens, num_topk, dtype=torch.float32)
+    above = 1 - (1 - _CHOSEN) * torch.rand(num_tokens, num_topk, dtype=torch.float32)
     return scores.scatter_(1, experts, above)

@@ -56,12 +56,10 @@ def per_token_cast_back(x_fp8: Tensor, x_scales: Tensor) -> Tensor:
 
 
 def inplace_unique(x: Tensor, num_slots: int) -> None:
-    """Replace each row of x by its different non-negative values, the most frequent ones first chosen, then -1."""
-    counts = x.new_zeros(len(x), num_slots + 1).scatter_add_(1, x.masked_fill(x < 0, num_slots), torch.ones_like(x))
-    most, values = counts[:, :num_slots].sort(1, descending=True)
-    kept = values.masked_fill(most == 0, -1).sort(1, descending=True).values[:, : x.shape[1]]
-    x.fill_(-1)
-    x[:, : kept.shape[1]] = kept
+    """Replace each row of x by its different non-negative values, the largest first, then -1."""
+    ordered = x.clamp(min=-1).sort(1).values
+    ordered[:, 1:] = ordered[:, 1:].masked_fill(ordered[:, 1:] == ordered[:, :-1], -1)
+    x.copy_(ordered.sort(1, descending=True).values)
 
 
 def hash_tensor(t: Tensor) -> int:

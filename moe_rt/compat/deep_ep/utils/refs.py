@@ -21,14 +21,14 @@ def dispatch(
     rank, size = dist.get_rank(), dist.get_world_size()
     per_rank = num_experts // size
     parts = x if isinstance(x, tuple) else (x,)
-    lists = [((topk_idx >= 0) & (topk_idx // per_rank == peer)).any(1).nonzero().flatten() for peer in range(size)]
+    lists = [(topk_idx // per_rank == peer).any(1).nonzero().flatten() for peer in range(size)]  # -1 stays -1
     sent = torch.tensor([len(tokens) for tokens in lists], dtype=torch.int32)
     came = torch.empty_like(sent)
     dist.all_to_all_single(came, sent)
     tokens = torch.cat(lists)
 
     def exchanged(t: Tensor) -> Tensor:
-        bits = t[tokens].contiguous().view(torch.uint8) if t.itemsize == 1 else t[tokens].contiguous()
+        bits = t[tokens].view(torch.uint8) if t.itemsize == 1 else t[tokens]  # no back end sends fp8
         out = bits.new_empty(int(came.sum()), *bits.shape[1:])
         dist.all_to_all_single(out, bits, came.tolist(), sent.tolist())
         return out.view(t.dtype)
@@ -54,8 +54,8 @@ def generate_pre_combine_data(
 
 def ordered_accumulate(data: Tensor, initial_value: Tensor | None = None) -> Tensor:
     """Return [T, H]: data [T, K, H] added in the order of K in fp32 to the initial value, rounded once."""
-    total = torch.zeros(data.shape[0], data.shape[2], dtype=torch.float32, device=data.device)
-    total = total if initial_value is None else initial_value.clone()
+    total = torch.zeros_like(data[:, 0] if initial_value is None else initial_value, dtype=torch.float32)
+    total += 0 if initial_value is None else initial_value
     for part in data.unbind(1):
         total += part.float()
     return total.to(data.dtype)
@@ -68,9 +68,9 @@ def combine(
     """Return [T, H]: y [T, K, H] added in the order of topk_idx, after sums in each rank, and in each domain."""
     per_rank = num_experts // (num_scaleout_ranks * num_scaleup_ranks)
     if reduce_in_local:
-        y = _reduced(y, topk_idx.div(per_rank, rounding_mode="floor"))
+        y = _reduced(y, topk_idx // per_rank)
     if reduce_in_scaleup:
-        y = _reduced(y, topk_idx.div(per_rank * num_scaleup_ranks, rounding_mode="floor"))
+        y = _reduced(y, topk_idx // (per_rank * num_scaleup_ranks))
     first = None if bias is None else bias[0].float() + bias[1].float() if isinstance(bias, tuple) else bias.float()
     return ordered_accumulate(y, first)
 
