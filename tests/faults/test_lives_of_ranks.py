@@ -391,3 +391,68 @@ def test_what_is_refused(act: str, by_this_rank: bool) -> None:
     else:
         x, topk_idx = worker.inputs(buffer, 1)
         assert given == [x.tolist(), topk_idx.tolist(), [[1.0, 1.0]] * len(x)]
+
+
+class Doubled(torch.autograd.Function):
+    """The same values, with twice the gradient."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return 2 * grad
+
+
+class Wrong(Noting):
+    """A buffer that gives one result wrong."""
+
+    def __init__(self, buffer: Any, wrong: str) -> None:
+        super().__init__(buffer, 0, 2)
+        self._wrong = wrong
+
+    def dispatch(self, x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor, **named: Any) -> Any:
+        rows = int((topk_idx >= 0).sum())
+        given = {
+            "grad_x": lambda: (Doubled.apply(x), topk_idx, weights),
+            "no grad_x": lambda: (x.detach(), topk_idx, weights),
+            "grad_topk_weights": lambda: (x, topk_idx, Doubled.apply(weights)),
+        }.get(self._wrong, lambda: (x, topk_idx, weights))
+        done = self._buffer.dispatch(*given(), **named)
+        if "tag" not in named or not self._wrong.startswith("other"):
+            return done
+        results = done.wait()
+        results[0][rows if self._wrong == "other, after its rows" else rows - 1] += 1
+        return SimpleNamespace(wait=lambda: results)
+
+    def combine(self, *given: Any, **named: Any) -> Any:
+        done = self._buffer.combine(*given, **named)
+        out = done.wait() if named else done
+        out = torch.cat([out[:-1], out[-1:] + 1]) if self._wrong == "out" else out
+        return SimpleNamespace(wait=lambda: out) if named else out
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name"),
+    [
+        ("", ""),
+        ("other", "recv_x of an op under way"),
+        ("other, after its rows", ""),
+        ("out", "out"),
+        ("grad_x", "grad_x"),
+        ("no grad_x", "grad_x"),
+        ("grad_topk_weights", "grad_topk_weights"),
+    ],
+)
+@pytest.mark.parametrize("i", [0, 1])
+def test_each_wrong_result_is_named(wrong: str, name: str, i: int) -> None:
+    size = worker.Size(depth=2)
+    with worker.make_buffer(ThreadGroup.make(1)[0], 1, size, PATIENCE_S, PATIENCE_S) as buffer:
+        steps = worker.Steps(Wrong(buffer, wrong), worker.Board(1), 0)  # type: ignore[arg-type]
+        if not name:
+            return steps.run(i)
+        with pytest.raises(WrongOutput) as raised:
+            steps.run(i)
+    assert str(raised.value) == name
+    return None
