@@ -95,6 +95,7 @@ class Life:
 
     def steps(self, buffer: Any, board: Any, place: int, modes: Any = ("train",)) -> Any:
         ours = board is self.board
+        assert isinstance(buffer, Made)
         self.note("steps", "of the session" if ours else "afterwards", place, modes)
 
         def run(i: int) -> None:
@@ -456,3 +457,20 @@ def test_each_wrong_result_is_named(wrong: str, name: str, i: int) -> None:
             steps.run(i)
     assert str(raised.value) == name
     return None
+
+
+def refused_and_right(group: ThreadGroup) -> int:
+    """Run steps, and let all ranks refuse an op before each; return the number of steps that were right."""
+    size = worker.Size(capacity_factor=worker.TIGHT)
+    with worker.make_buffer(group, group.size, size, PATIENCE_S, PATIENCE_S) as buffer:
+        steps = worker.Steps(buffer, worker.Board(group.size), group.rank)
+        for i in range(9):
+            worker.misbehave(buffer, "overflow", group.rank == 1, i)
+            worker.misbehave(buffer, "input", group.rank == 1, i)
+            steps.run(i)
+    return i + 1
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_tight_capacity_fits_steps_but_not_all_rows_on_one_rank(size: int) -> None:
+    assert ThreadGroup.run(refused_and_right, size, timeout_s=PATIENCE_S) == [9] * size
