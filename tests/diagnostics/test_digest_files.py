@@ -279,6 +279,19 @@ def test_a_file_that_is_none_of_digests_is_named(tmp_path: Path, spoil: Spoil, e
         assert done.output.replace("\n", " ").startswith(begin), done.output
 
 
+def test_directories_that_are_no_run(tmp_path: Path) -> None:
+    """The files of a run are as many as its ranks."""
+    for count in (0, 1, 3):
+        path = write_run(tmp_path / str(count), *[[line("1")]] * count, num_ranks=2)
+        done = CliRunner().invoke(diff, [str(path), str(path)])
+        said = (
+            f"got {count} files, expected 2, one a rank"
+            if count
+            else "got no file rank-*.jsonl, expected one for each rank"
+        )
+        assert (done.exit_code, done.output.split(" (moe-rt")[0]) == (1, f"Error: digests {path}: {said}")
+
+
 def test_a_layer_that_cannot_be_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(digests, "routed_layers", lambda model: {"mlp": torch.nn.Linear(1, 1)})
     with pytest.raises(InvalidConfig, match=r"^model: mlp: got Linear, expected MoELayers only"):
