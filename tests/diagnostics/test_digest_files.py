@@ -51,16 +51,17 @@ def test_digests_are_the_same_in_every_release() -> None:
     assert row_digests(torch.zeros(0, 4)).dtype == torch.int64
 
 
+@pytest.mark.parametrize("width", [1, 4])
 @pytest.mark.parametrize("rows_at_once", [1, 2, 3, 6, 7, 100])
 def test_digests_do_not_depend_on_how_many_rows_are_taken_at_once(
-    monkeypatch: pytest.MonkeyPatch, rows_at_once: int
+    monkeypatch: pytest.MonkeyPatch, rows_at_once: int, width: int
 ) -> None:
-    x = torch.randn(7, 4)
+    x = torch.randn(7, width)
     expected = row_digests(x)
     taken: list[int] = []
     split = torch.Tensor.split
     monkeypatch.setattr(torch.Tensor, "split", lambda t, size: taken.append(size) or split(t, size))
-    monkeypatch.setattr(digests, "ROWS_BYTES", 8 * 4 * rows_at_once + 31)
+    monkeypatch.setattr(digests, "ROWS_BYTES", 8 * width * (rows_at_once + 1) - 1)
     assert row_digests(x).equal(expected)
     monkeypatch.setattr(digests, "ROWS_BYTES", 1)
     assert row_digests(x).equal(expected)
