@@ -31,7 +31,7 @@ def finalised(h: int) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.uint8, torch.bool])
 def test_a_digest_is_a_sum_of_elements_by_odd_factors(dtype: torch.dtype) -> None:
-    """Elements count as signed integers; the factors depend on the width of a row alone."""
+    """Elements count as signed integers; the factors depend only on the width of a row."""
     width = 5
     drawn = torch.randint(-(1 << 62), 1 << 62, (width,), generator=torch.Generator().manual_seed(9)).tolist()
     x = (50 * torch.randn(7, width, generator=torch.Generator().manual_seed(1))).to(dtype)

@@ -98,7 +98,7 @@ class Processes:
         parents = {1: 0, 2: 1, 3: 1, 4: 3, 5: 0}
         for pid, parent in parents.items():
             (path / str(pid)).mkdir()
-            (path / f"{pid}/stat").write_text(f"{pid} (a ) 9 name) S {parent} 8 8\n")
+            (path / f"{pid}/stat").write_bytes(b"%d (a ) 9 \xff) S %d 8 8\n" % (pid, parent))
         (path / "6").mkdir()  # it has ended meanwhile
         (path / "self").mkdir()
         self.asked: list[int] = []

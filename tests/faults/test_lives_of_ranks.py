@@ -395,7 +395,7 @@ def test_what_is_refused(act: str, by_this_rank: bool) -> None:
 
 
 class Doubled(torch.autograd.Function):
-    """The same values, with twice the gradient."""
+    """Return the same values, with twice the gradient."""
 
     @staticmethod
     def forward(context: Any, x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Tables of faults in full: every word of them, the trials behind their rows, and how deaths are measured."""
+"""Tables of faults word by word, the trials of their rows, and how deaths are measured."""
 
 from __future__ import annotations
 
