@@ -122,7 +122,7 @@ class Attendance:
         """End this rank's attempt, and write why unless another rank has."""
         self.first_failure()  # updates the attempt's number
         if error is not None:
-            came = [self.ticket_of(r, now=True) for r in range(self._size)]
+            came = [self.ticket_of(r) for r in range(self._size)]
             failure = failure_record(self._rank, error, self._after, self._number, came)
             self._failures = [*self._failures, failure][-_MOST_FAILURES:]
         self._number += 1
