@@ -292,3 +292,6 @@ def test_peers_on_this_host_are_watched(monkeypatch: pytest.MonkeyPatch) -> None
     assert (members._rank, members._store, members._timeout) == (1, "store", "the timeout")
     assert (members._name, members._attempts) == ("of rank 0", 0)
     assert members._watches == [None, "watch of 6", None]
+    del did[:]
+    ElasticGroup()
+    assert [did[1][2], did[2][2]] == [300.0, 300.0]
