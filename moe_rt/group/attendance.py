@@ -39,7 +39,8 @@ class Attendance:
     def come(self) -> None:
         """Take a new ticket."""
         valid = read(self._store, _place(self._rank)) is not None if self._valid is None else self._valid
-        self.ticket, self._valid = secrets.token_hex(8), True
+        self.ticket = secrets.token_hex(8)
+        self._valid = True
         self._write(self.ticket)
         if valid:  # peers may have read a ticket that is now invalid
             self._store.add(_CHANGES, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections.abc import Callable
@@ -15,10 +16,10 @@ from support.routing import buffer_kwargs, make_spec
 from torch._C._distributed_c10d import Store
 
 from moe_rt import Buffer, MoEConfig, MoELayer, ThreadGroup
-from moe_rt.errors import ConcurrentUse, InvalidConfig, PeerDead, PeerTimeout
+from moe_rt.errors import CallOrderMismatch, ConcurrentUse, CorruptPeer, InvalidConfig, PeerDead, PeerTimeout
 from moe_rt.group import meeting
 from moe_rt.group.processes import watch
-from moe_rt.group.rendezvous import Rendezvous, StoreRendezvous
+from moe_rt.group.rendezvous import Rendezvous, StoreRendezvous, all_gather_records
 
 SIZE = 3
 
@@ -237,3 +238,78 @@ def test_a_process_by_itself_is_a_group_of_one(monkeypatch: pytest.MonkeyPatch, 
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     Buffer(None, **SINGLE).close()
+
+
+def test_errors_of_records_name_the_ranks() -> None:
+    """The rank that raises, and the first whose record or purpose is another."""
+
+    class Gathered(Rendezvous):
+        def all_gather(self, payload: str, timeout_s: float) -> list[str]:
+            asked.append((json.loads(payload), timeout_s))
+            return texts
+
+    asked: list[Any] = []
+    rank = Gathered(dist.HashStore(), 1, 3)
+    texts = ['{"a": 1, "to": "map"}', '{"a": 2}', '{"to": "map"}']
+    found = all_gather_records(rank, {"a": 2}, 7.5, "map")
+    assert found == [{"a": 1}, {"a": 2}, {}], "a record without a purpose has this rank's"
+    assert asked == [({"a": 2, "to": "map"}, 7.5)]
+    texts = ["{}"] * 3
+    all_gather_records(rank, {}, 1.0)
+    assert asked[1] == ({"to": "exchange records"}, 1.0)
+    for text in ("[1]", "x", "[" * 10**5, "3", "null"):
+        texts = ["{}", "{}", text]
+        with pytest.raises(CorruptPeer) as corrupt:
+            all_gather_records(rank, {}, 1.0)
+        assert (corrupt.value.rank, corrupt.value.peer) == (1, 2)
+        said = f"rendezvous record of rank 2: got {text[:80]!r}, expected a JSON object"
+        assert str(corrupt.value).split(" (moe-rt")[0] == said
+    texts = ['{"to": "map"}', '{"to": "map"}', json.dumps({"to": "x" * 99})]
+    with pytest.raises(CallOrderMismatch) as mismatch:
+        all_gather_records(rank, {}, 1.0, "map")
+    assert (mismatch.value.rank, mismatch.value.peer) == (1, 2)
+    assert str(mismatch.value).split(" (moe-rt")[0] == f"rank 2 came to {'x' * 80}, expected to map as rank 0"
+
+
+def test_a_second_thread_is_refused_within_a_meeting() -> None:
+    """The same thread may enter a meeting again, and another one once it is over."""
+    rank, raised = Rendezvous(dist.HashStore(), 0, 1), list[Any]()
+
+    def enter() -> None:
+        try:
+            with rank:
+                raised.append(None)
+        except ConcurrentUse as error:
+            raised.append((error.rank, str(error).split(" (moe-rt")[0]))
+
+    def in_a_thread() -> None:
+        thread = threading.Thread(target=enter)
+        thread.start()
+        thread.join(60.0)
+
+    with rank as entered:
+        assert entered is rank
+        in_a_thread()
+        with rank:
+            in_a_thread()
+        in_a_thread()
+    in_a_thread()
+    enter()
+    said = "rank 0: another thread is making a buffer as this rank, expected one at a time"
+    assert raised == [(0, said)] * 3 + [None] * 2
+
+
+def test_a_destroyed_group_is_refused() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = dist.new_group([0])
+        rendezvous = StoreRendezvous(group)
+        assert (rendezvous.group, rendezvous.rank, rendezvous.size) == (group, 0, 1)
+        assert StoreRendezvous(group)._seat is rendezvous._seat, "all rendezvous of a rank count as one"
+        dist.destroy_process_group(group)
+        with pytest.raises(
+            InvalidConfig, match=r"^group: got a process group that was destroyed, expected a living one "
+        ):
+            StoreRendezvous(group)
+    finally:
+        dist.destroy_process_group()
