@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -272,7 +273,7 @@ def test_errors_of_records_name_the_ranks() -> None:
 
 
 def test_a_second_thread_is_refused_within_a_meeting() -> None:
-    """The same thread may enter a meeting again, and another one once it is over."""
+    """This thread may enter a meeting again, and another thread once the meeting is over."""
     rank, raised = Rendezvous(dist.HashStore(), 0, 1), list[Any]()
 
     def enter() -> None:
@@ -313,3 +314,65 @@ def test_a_destroyed_group_is_refused() -> None:
             StoreRendezvous(group)
     finally:
         dist.destroy_process_group()
+
+
+class Pauses:
+    """Time that passes only in sleeps."""
+
+    def __init__(self) -> None:
+        self.now, self.sleeps = 100.0, list[float]()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.sleeps.append(seconds)
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Pauses:
+    made = Pauses()
+    monkeypatch.setattr(meeting, "time", made)
+    return made
+
+
+def test_a_wait_looks_less_often_the_longer_it_lasts(clock: Pauses, capfd: pytest.CaptureFixture[str]) -> None:
+    """It warns once after a tenth of its time, and each look is for the processes of a few of the missing ranks."""
+    rank, looked = meeting.Meeting(dist.HashStore(), 3, 9), list[list[int]]()
+    rank._me.watch_of = lambda r: looked[-1].append(r)  # type: ignore[method-assign]
+    look = rank._look
+    rank._look = lambda payload: looked.append([]) or look(payload)  # type: ignore[func-returns-value, method-assign]
+    with pytest.raises(PeerTimeout) as raised:
+        rank.gather("", 4.0)
+    assert (raised.value.rank, raised.value.peer) == (3, 0)
+    assert 4.0 < clock.now - 100.0 <= 4.05
+    assert clock.sleeps[0] == 0.0002
+    assert clock.sleeps[-1] == max(clock.sleeps) == 0.05
+    passed = 0.0
+    for seconds in clock.sleeps:
+        assert seconds == pytest.approx(min(0.0002 + passed / 8, 0.05))
+        passed += seconds
+    assert all(len(ranks) == len(set(ranks)) == 4 for ranks in looked)
+    assert {r for ranks in looked for r in ranks} == set(range(9))
+    (warning,) = capfd.readouterr().err.splitlines()
+    waited = float(warning.split()[5])
+    assert 0.4 < waited <= 0.45
+    assert warning.endswith(" s for ranks [0, 1, 2, 4, 5, 6, 7, 8] to make a buffer; PeerTimeout after 4 s")
+
+
+def test_a_wait_of_no_time_looks_twice(clock: Pauses, capfd: pytest.CaptureFixture[str]) -> None:
+    rank = meeting.Meeting(dist.HashStore(), 0, 2)
+    with pytest.raises(PeerTimeout):
+        rank.gather("", 0.0)
+    assert clock.sleeps == [0.0002]
+    assert len(capfd.readouterr().err.splitlines()) == 1
+
+
+def test_a_warning_is_seen_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    did: list[str] = []
+    err = SimpleNamespace(write=did.append, flush=lambda: did.append("flushed"))
+    monkeypatch.setattr(meeting.sys, "stderr", err)
+    meeting.warn(3, 1.23456, [0, 2], 20.0)
+    said = "moe_rt: rank 3 has waited 1.23 s for ranks [0, 2] to make a buffer; PeerTimeout after 20 s"
+    assert "".join(did) == f"{said}\nflushed"
