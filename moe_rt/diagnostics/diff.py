@@ -53,9 +53,11 @@ def read(directory: str | Path) -> Run:
             with path.open() as lines:
                 header = json.loads(next(lines, ""))
                 expect(header.get("version") == VERSION, f"{path}: version", header.get("version"), f"{VERSION}")
-                run = run or Run(header["num_ranks"])
+                rank, num_ranks = header["rank"], header["num_ranks"]
+                run = run or Run(num_ranks)
+                expect(num_ranks == run.num_ranks, f"{path}: num_ranks", num_ranks, f"{run.num_ranks}, as rank 0")
                 for line in lines:
-                    _add(run, header["rank"], json.loads(line))
+                    _add(run, rank, json.loads(line))
         except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             if isinstance(error, InvalidConfig):
                 raise

@@ -8,7 +8,8 @@ compares two runs. The host reads digests only at the end of a step, many in one
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -47,8 +48,7 @@ def row_digests(t: Tensor) -> Tensor:
         drawn = torch.randint(-(1 << 62), 1 << 62, (key[0],), generator=torch.Generator().manual_seed(9))
         _factors[key] = (2 * drawn + 1).to(t.device)
     each = max(1, ROWS_BYTES // (8 * max(1, key[0])))
-    parts = [(part * _factors[key]).sum(1) for part in rows.split(each)] if len(rows) else []
-    return _mixed(torch.cat(parts) if parts else rows.new_zeros(0, dtype=torch.int64))
+    return _mixed(torch.cat([(part * _factors[key]).sum(1) for part in rows.split(each)]))
 
 
 def _mixed(h: Tensor) -> Tensor:
@@ -73,11 +73,9 @@ class Digest:
         self._step, self._first = 0, dict.fromkeys(layers, 0)
         self._pending: list[tuple[list[Any], Tensor, Tensor | None]] = []
         self._path = Path(directory, f"rank-{buffer.rank:05d}.jsonl")
-        try:
+        with self._writing():
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("w")
-        except OSError as error:
-            raise WriteFailed(f"digests {self._path}: got {error.strerror}, expected to write there") from error
         self._write({"version": VERSION, "rank": buffer.rank, "num_ranks": buffer.num_ranks, "layers": [*layers]})
 
     def step(self) -> None:
@@ -107,8 +105,11 @@ class Digest:
         self._hook.remove()
         for layer in self._layers.values():
             layer.watcher = None
-        self._flush()
-        self._file.close()
+        try:
+            self._flush()
+        finally:
+            with self._writing():  # a full disk is often noticed only here
+                self._file.close()
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"]):
@@ -157,11 +158,17 @@ class Digest:
             tokens = None if each is None else [_hex(token) for token in each.tolist()]
             self._write([*key, _hex(total), *([] if tokens is None else [tokens])])
         self._pending.clear()
-        self._file.flush()
+        with self._writing():
+            self._file.flush()
 
     def _write(self, record: Any) -> None:
-        try:
+        with self._writing():
             self._file.write(json.dumps(record) + "\n")
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise WriteFailed(f"digests {self._path}: got {error.strerror}, expected to write there") from error
 

@@ -26,7 +26,7 @@ class _Other(NamedTuple):
     members: list[tuple[int, int]]
     mappings: list[Any]
     late: int
-    own: int  # -1 if this rank has no part in it
+    own: int | None  # None if this rank has no part in it
 
 
 def elsewhere(segments: Segments, rank: int, late: int, since_ns: int) -> str:
@@ -63,5 +63,5 @@ def _others(segments: Segments, rank: int, late: int) -> Iterator[_Other]:
     for group in groups - {tuple(segments.members)}:
         pids = [member for member, _ in group]
         if pid in pids:
-            own = pids.index(os.getpid()) if os.getpid() in pids else -1
+            own = pids.index(os.getpid()) if os.getpid() in pids else None
             yield _Other(list(group), [found.get(inode) for _, inode in group], pids.index(pid), own)

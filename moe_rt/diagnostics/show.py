@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -37,17 +39,16 @@ def nodes(report: Report) -> list[str]:
 def lately(ops: list[OpRecord]) -> str:
     """Say what share of its last ops' time a rank was in them and waited, and which peer it waited for longest."""
     ended = [op for op in ops if op.end_ns]
-    span = ended[-1].end_ns - ended[0].start_ns if ended else 0
-    if len(ended) < 2 or span <= 0:  # a peer's records may contain anything
+    if len(ended) < 2 or (span := ended[-1].end_ns - ended[0].start_ns) <= 0:  # a peer's records may contain anything
         return ""
     inside = sum(op.end_ns - op.start_ns for op in ended)
     waiting = sum(op.arrived_ns - op.announced_ns for op in ended if op.arrived_ns)
     shares = f"{100 * inside / span:.0f}% in them, {100 * waiting / span:.0f}% waiting"
     said = f"{len(ended)} ops in {span / 1e9:.3g} s: {shares}"
-    waits: dict[int, int] = {}
+    waits = Counter[int]()
     for op in ended:
         if op.longest_peer >= 0:
-            waits[op.longest_peer] = waits.get(op.longest_peer, 0) + op.longest_ns
+            waits[op.longest_peer] += op.longest_ns
     return f"{said}, longest for rank {max(waits, key=lambda peer: waits[peer])}" if waits else said
 
 

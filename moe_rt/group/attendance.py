@@ -39,7 +39,8 @@ class Attendance:
     def come(self) -> None:
         """Take a new ticket."""
         valid = read(self._store, _place(self._rank)) is not None if self._valid is None else self._valid
-        self.ticket, self._valid = secrets.token_hex(8), True
+        self.ticket = secrets.token_hex(8)
+        self._valid = True
         self._write(self.ticket)
         if valid:  # peers may have read a ticket that is now invalid
             self._store.add(_CHANGES, 1)
@@ -122,7 +123,7 @@ class Attendance:
         """End this rank's attempt, and write why unless another rank has."""
         self.first_failure()  # updates the attempt's number
         if error is not None:
-            came = [self.ticket_of(r, now=True) for r in range(self._size)]
+            came = [self.ticket_of(r) for r in range(self._size)]
             failure = failure_record(self._rank, error, self._after, self._number, came)
             self._failures = [*self._failures, failure][-_MOST_FAILURES:]
         self._number += 1

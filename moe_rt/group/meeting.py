@@ -40,7 +40,7 @@ from moe_rt.group.processes import Watch
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.05
 _PLACES_AT_ONCE = 4  # processes to look up per poll: this few from every rank do not flood the store
-_TAKES_PLACE, _OVER = "takes place", "over"
+_TAKES_PLACE, OVER = "takes place", "over"
 # Errors that peers of the rank that failed also raise. Any other error becomes GroupPoisoned on them.
 _SHARED = (
     *("InvalidConfig", "SizeOverflow", "ConfigMismatch", "OutOfSharedMemory", "SegmentPermission", "CorruptPeer"),
@@ -187,7 +187,7 @@ class Meeting:
     def _close(self) -> bool:
         """Abandon the meeting of the current name, if any. False if it has already taken place."""
         if self._name:
-            if self._decide(0, _OVER) == _TAKES_PLACE:
+            if self._decide(0, OVER) == _TAKES_PLACE:
                 return False
             self._me.close(_word(self._name, 0))
             self._store.delete_key(self._keys(0)[self._rank])

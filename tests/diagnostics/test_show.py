@@ -28,6 +28,8 @@ def test_shares_of_the_time_and_who_was_waited_for() -> None:
 def test_waits_for_a_peer_add_up() -> None:
     ops = [op(100, 10, 120, 1, 8), op(200, 3, 210, 2, 5), op(280, 7, 300, 2, 4)]
     assert lately(ops).endswith("longest for rank 2"), "5 and 4 ns are more than 8"
+    ops = [op(100, 10, 120, 1, 8), op(200, 3, 210, 0, 5), op(280, 7, 300, 0, 4), op(320, 1, 330, -1, 99)]
+    assert lately(ops).endswith("longest for rank 0")
 
 
 def test_nothing_is_said_of_a_single_op_or_of_peers_that_there_are_not() -> None:

@@ -200,3 +200,98 @@ def test_the_next_group_is_of_the_survivors(monkeypatch: pytest.MonkeyPatch) -> 
     assert made == [("gloo", {"rank": 1, "world_size": 3, "timeout": "the old timeout"})] * 2
     assert members._watches == [watches[0], watches[2], watches[3]]
     assert (members._rank, members._store, members._attempts) == (1, "the new store", 0)
+
+
+@pytest.mark.parametrize("formed", [False, True])
+def test_errors_of_regrouping_name_the_rank(monkeypatch: pytest.MonkeyPatch, formed: bool) -> None:
+    """They have the failure to join as their cause, and leave the group as it was."""
+    failure = RuntimeError("a rank is dead")
+    members, store = object.__new__(ElasticGroup), dist.HashStore()
+    members._rank, members._watches, members._store = 1, [Ends(), Ends()], store
+    members._name, members._attempts, members._timeout = "name", 0, None  # type: ignore[assignment]
+    store.set("moe_rt/survivors/name/1/here/0", "1")
+    store.set("moe_rt/survivors/name/1/formed", str(formed))
+    done: list[str] = []
+
+    def init_process_group(backend: str, **given: Any) -> None:
+        given["store"].set("key", "of the new group")
+        raise failure
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: done.append("destroyed"))
+    monkeypatch.setattr(dist, "init_process_group", init_process_group)
+    with pytest.raises(RankExcluded if formed else PeerTimeout) as raised:
+        members.survivors(5.0)
+    words = (
+        "rank 1 came too late: ranks [0, 1] have gone on without it"
+        if formed
+        else "rank 1: one of the ranks [0, 1] that are left did not join the new group"
+    )
+    assert str(raised.value).split(" (moe-rt")[0] == words
+    assert (raised.value.rank, raised.value.__cause__) == (1, failure)
+    assert done == ["destroyed"]
+    assert store.get("moe_rt/survivors/name/1/group/key") == b"of the new group"
+    assert (members._rank, members._store, len(members._watches)) == (1, store, 2)
+
+
+def test_a_rank_that_is_left_out_joins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    members, store = object.__new__(ElasticGroup), dist.HashStore()
+    members._rank, members._watches, members._store = 1, [Ends(), Ends()], store
+    members._name, members._attempts = "name", 0
+    store.set("moe_rt/survivors/name/1/decision", "[0]")
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(dist, "init_process_group", lambda *given, **named: pytest.fail("it joined"))
+    with pytest.raises(RankExcluded) as raised:
+        members.survivors(5.0)
+    assert (raised.value.rank, raised.value.__cause__) == (1, None)
+    assert not store.check(["moe_rt/survivors/name/1/formed"])
+
+
+def test_a_rank_looks_for_marks_at_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for as long as it may: at that moment it no longer looks, and between looks it sleeps."""
+    clock, events = iter([100.0, 119.0, 119.99, 120.0]), list[str]()
+    monkeypatch.setattr(
+        elastic, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda s: events.append("sleeps"))
+    )
+    members = object.__new__(ElasticGroup)
+    members._rank, members._watches = 0, [Ends(), Ends()]
+    assert members._decide(dist.HashStore(), 20.0) == [0]
+    assert events == ["sleeps"] * 2
+
+
+def test_peers_on_this_host_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks learn of each other's processes, and take the name that rank 0 has drawn."""
+    did: list[Any] = []
+    places = [{"name": "of rank 0", "where": "there", "pid": 5}, {"where": "here", "pid": 6}, {"pid": 7}]
+    cpu = SimpleNamespace(options=SimpleNamespace(_timeout="the timeout"))
+    group = SimpleNamespace(_get_backend=lambda device: did.append(device.type) or cpu)
+
+    def all_gather_records(*given: Any) -> Any:
+        did.append(given)
+        return places
+
+    def all_or_none(rendezvous: Any, work: Any, what: str, timeout_s: float) -> None:
+        did.append((rendezvous, what, timeout_s, work()))
+
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    replaced = {
+        "_get_default_group": lambda: group, "_default_store": lambda: "store", "place": lambda: dict(places[1]),
+        "StoreRendezvous": lambda given: ("rendezvous", given), "all_gather_records": all_gather_records,
+        "all_or_none": all_or_none, "watch": lambda pid: f"watch of {pid}",
+        "secrets": SimpleNamespace(token_hex=lambda count: f"{count} bytes"),
+    }  # fmt: skip
+    for name, value in replaced.items():
+        monkeypatch.setattr(elastic, name, value)
+    members = ElasticGroup(7.5)
+    meeting = ("rendezvous", group)
+    here = {"where": "here", "pid": 6, "name": "8 bytes"}
+    assert did == [
+        "cpu", (meeting, here, 7.5, "learn of its peers' processes"), (meeting, "watch its peers' processes", 7.5, {}),
+    ]  # fmt: skip
+    assert (members._rank, members._store, members._timeout) == (1, "store", "the timeout")
+    assert (members._name, members._attempts) == ("of rank 0", 0)
+    assert members._watches == [None, "watch of 6", None]
+    del did[:]
+    ElasticGroup()
+    assert [did[1][2], did[2][2]] == [300.0, 300.0]

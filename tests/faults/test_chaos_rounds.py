@@ -45,7 +45,7 @@ def check_moments(moments: list[node_trials.Moment], tight: bool = False) -> Non
 
 
 @pytest.mark.parametrize("action", cli.ACTIONS_ON_NODES)
-def test_trials_on_nodes(action: str) -> None:
+def test_textson_nodes(action: str) -> None:
     found = drawn(lambda pace: cli.draw_on_nodes(action, pace, [2, 1]))
     assert {trial.action for trial in found} == {action}
     if action in cli.LINKS:
@@ -74,7 +74,7 @@ def check_interrupts(found: list[trials.Interrupt]) -> None:
 
 
 @pytest.mark.parametrize("action", cli.ACTIONS_ON_ONE_HOST)
-def test_trials_on_one_host(action: str) -> None:
+def test_textson_one_host(action: str) -> None:
     found = drawn(lambda pace: cli.draw_on_one_host(action, pace, 3, 1.5))
     assert {trial.action for trial in found} == {action}
     if action == "freeze":
@@ -90,12 +90,9 @@ def test_trials_on_one_host(action: str) -> None:
         check_interrupts(found)
     elif action == "limit":
         assert {t.rank for t in found} == {0, 1, 2}
-        rooms = {kind: of(t.room for t in found if t.kind == kind) for kind in trials.KINDS}
-        assert rooms["descriptors"] == (0, trials.ROOM["descriptors"])
-        assert rooms["memory"][0] >= 2
-        assert rooms["threads"][0] >= 2
-        assert rooms["memory"][1] <= trials.ROOM["memory"]
-        assert rooms["threads"][1] <= trials.ROOM["threads"]
+        more = [trials.Scarcity.draw(random.Random(seed), 3) for seed in range(9 * DRAWS)]
+        rooms = {kind: of(t.room for t in more if t.kind == kind) for kind in trials.KINDS}
+        assert rooms == {"descriptors": (0, 10), "memory": (2, 40), "threads": (2, 48)}
     elif action == "evaluate":
         assert {t.modes[-1] for t in found} == {"train"}
         assert {mode for t in found for mode in t.modes} == set(worker.MODES)
@@ -276,3 +273,96 @@ def test_words_of_faults() -> None:
     assert (heavy.action, heavy.text) == ("heavy", "rank=1,op=5,at=mid_read,do=kill with 300 MiB")
     assert fault("in_destroy", "sleep").raised == "GroupClosed"
     assert str(node_trials.Moment(worker.Size(8, 32, 2, "flat"), 3, 0.25)) == "flat 8x32, 2 threads, step 3 + 0.25 s"
+
+
+def test_a_document_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times are rounded, and counted from before the ranks are started until all rounds are done."""
+    clock = iter([10.0, 11.0])
+    monkeypatch.setattr(cli.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(cli, "_held", lambda: {"threads": 4})
+    looks: list[Any] = []
+    monkeypatch.setattr(cli, "left_of", lambda before, look: looks.append((before, look())) or {"threads": 0})
+    actions = ("kill", "stop")
+    given = iter([("kill", 1.2345), ("stop", 5), ("kill", 2.0006)])
+    document = cli.run_chaos(
+        lambda: Pool({"store keys": 1}),
+        lambda action, pace: Trial(*next(given), ("it hung", "it leaked")),  # type: ignore[arg-type, return-value]
+        actions,
+        3,
+        7,
+        lambda i, o: None,
+    )
+    texts = ("kill 1.2345", "stop 5", "kill 2.0006")
+    wrong = {"raised": {"0": "nothing"}, "messages": {}, "complaints": ["it hung", "it leaked"]}
+    assert document == {
+        "rounds": 3,
+        "seed": 7,
+        "seconds_per_round": 0.333,
+        "actions": {"kill": {"rounds": 2, "median_ms": 2.85, "worst_ms": 6.0}, "stop": {"rounds": 1}},
+        "left_behind": {"threads": 0, "store keys": 1},
+        "complaints": [
+            *(f"round {i}, {o}: {what}" for i, o in enumerate(texts) for what in ("it hung", "it leaked")),
+            "1 store keys left behind",
+        ],
+        "wrong": [
+            {"trial": "kill 1.2345", "milliseconds": [1.23, 3.7], **wrong},
+            {"trial": "stop 5", "milliseconds": [], **wrong},
+            {"trial": "kill 2.0006", "milliseconds": [2.0, 6.0], **wrong},
+        ],
+    }
+    assert looks == [({"threads": 4}, {"threads": 4})]
+
+
+@pytest.mark.parametrize("words", [["--ranks", "4", "--timeout", "0.7"], ["--nodes", "2,1"], []], ids=str)
+def test_what_the_command_prints(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+    """A line for each round, then one line of JSON; complaints are the error."""
+    monkeypatch.setattr(cli, "machine_card", lambda: {"cpu": "a processor"})
+    drawn_by: list[Any] = []
+
+    def run_chaos(make_pool: Any, draw: Any, *given: Any) -> dict[str, Any]:
+        drawn_by.append((make_pool.args, draw("kill", random.Random(1))))
+        progress = given[-1]
+        reports = {2: {"raised": "killed"}, 0: {"raised": "PeerDead"}}
+        progress(7, Outcome(Trial("kill", 1), reports, [2.0, 15.25], ["a", "b"]))
+        progress(10, Outcome(Trial("stop", 1), {}, [], []))
+        return {"complaints": ["a", "b"]}
+
+    monkeypatch.setattr(cli, "run_chaos", run_chaos)
+    done = CliRunner().invoke(cli.chaos, words)
+    sizes = {"nodes": [2, 1]} if "--nodes" in words else {"ranks": 4 if words else 3}
+    said = f"{'0: PeerDead  2: killed':58}"
+    document = {"machine": {"cpu": "a processor"}, **sizes, "complaints": ["a", "b"]}
+    assert done.stdout.splitlines() == [
+        f"   7  {'kill 1':62} {said} {'   15.2 ms':>10}  a; b",
+        f"  10  {'stop 1':62} {'':58} {'':>10}  ",
+        json.dumps(document, separators=(",", ":")),
+    ]
+    assert done.stderr == "Error: a; b\n"
+    pace = random.Random(1)
+    if "--nodes" in words:
+        expected: Any = cli.draw_on_nodes("kill", pace, [2, 1])
+    else:
+        expected = cli.draw_on_one_host("kill", pace, 4 if words else 3, 0.7 if words else 0.5)
+    assert drawn_by == [((*sizes.values(),), expected)]
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [("2,2", [2, 2]), ("1,1,10", [1, 1, 10]), ("3", None), ("1,0", None), ("1,-1", None), (",", None)],
+)
+def test_numbers_of_ranks_on_nodes(monkeypatch: pytest.MonkeyPatch, text: str, numbers: list[int] | None) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(cli, "run_chaos", lambda make_pool, *given: seen.append(make_pool.args) or {"complaints": []})
+    done = CliRunner().invoke(cli.chaos, ["--nodes", text])
+    assert (done.exit_code, seen) == ((0, [(numbers,)]) if numbers else (2, []))
+    if not numbers:
+        said = f"Error: Invalid value for '--nodes': got {text!r}, expected the ranks of two nodes or more, such as 2,2"
+        assert done.stderr.splitlines()[-1] == said
+
+
+def test_an_action_of_nodes_on_one_host() -> None:
+    done = CliRunner().invoke(cli.chaos, ["--action", "cut", "--action", "blink", "--action", "kill"])
+    *_, said = done.stderr.splitlines()
+    assert done.exit_code == 2
+    expected = ", ".join(cli.ACTIONS_ON_ONE_HOST)
+    assert said == f"Error: Invalid value for --action: got ['blink', 'cut'], expected of {expected}"

@@ -338,6 +338,34 @@ def test_a_rank_that_leaves_a_round_that_took_place_ends_the_next() -> None:
     assert store.num_keys() == 2 + (store.check(["moe_rt/meetings/changes"])), "a place for each rank, and the counter"
 
 
+def test_a_rank_that_is_interrupted_while_the_round_takes_place_ends_the_next() -> None:
+    """Its peer, which has both texts, raises in the next round, and otherwise in this one."""
+    kinds = set()
+    for when in range(1, MOST_USES):
+        store, got = dist.HashStore(), list[Any]()
+        peer = meeting.Meeting(store, 1, 2)
+
+        def look(peer: meeting.Meeting = peer, got: list[Any] = got) -> bool:
+            with contextlib.suppress(MoeRtError):
+                got.extend([texts] if (texts := peer._look("1")) is not None else [])
+            return bool(got)
+
+        rank = meeting.Meeting(Acting(store, when, look), 0, 2)  # type: ignore[arg-type]
+        rank._look("0")
+        rank.fail(KeyboardInterrupt())
+        rank.leave()
+        if took_place := bool(got):
+            peer._begin()
+            peer._round = 1
+        kinds.add(took_place)
+        with pytest.raises(errors.GroupPoisoned, match="rank 0 gave up: KeyboardInterrupt") as raised:
+            peer.gather("", 5.0)
+        peer.fail(raised.value)
+        peer.leave()
+        assert not took_place or store.num_keys() == 2 + store.check(["moe_rt/meetings/changes"]), when
+    assert kinds == {False, True}
+
+
 def test_another_process_that_has_become_a_rank_is_waited_for() -> None:
     rank, before, after = meeting.Meeting(dist.HashStore(), 0, 2), Process(), Process()
     before.ended = True

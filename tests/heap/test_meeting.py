@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +17,10 @@ from support.routing import buffer_kwargs, make_spec
 from torch._C._distributed_c10d import Store
 
 from moe_rt import Buffer, MoEConfig, MoELayer, ThreadGroup
-from moe_rt.errors import ConcurrentUse, InvalidConfig, PeerDead, PeerTimeout
+from moe_rt.errors import CallOrderMismatch, ConcurrentUse, CorruptPeer, InvalidConfig, PeerDead, PeerTimeout
 from moe_rt.group import meeting
 from moe_rt.group.processes import watch
-from moe_rt.group.rendezvous import Rendezvous, StoreRendezvous
+from moe_rt.group.rendezvous import Rendezvous, StoreRendezvous, all_gather_records
 
 SIZE = 3
 
@@ -237,3 +239,140 @@ def test_a_process_by_itself_is_a_group_of_one(monkeypatch: pytest.MonkeyPatch, 
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     Buffer(None, **SINGLE).close()
+
+
+def test_errors_of_records_name_the_ranks() -> None:
+    """The rank that raises, and the first whose record or purpose is another."""
+
+    class Gathered(Rendezvous):
+        def all_gather(self, payload: str, timeout_s: float) -> list[str]:
+            asked.append((json.loads(payload), timeout_s))
+            return texts
+
+    asked: list[Any] = []
+    rank = Gathered(dist.HashStore(), 1, 3)
+    texts = ['{"a": 1, "to": "map"}', '{"a": 2}', '{"to": "map"}']
+    found = all_gather_records(rank, {"a": 2}, 7.5, "map")
+    assert found == [{"a": 1}, {"a": 2}, {}], "a record without a purpose has this rank's"
+    assert asked == [({"a": 2, "to": "map"}, 7.5)]
+    texts = ["{}"] * 3
+    all_gather_records(rank, {}, 1.0)
+    assert asked[1] == ({"to": "exchange records"}, 1.0)
+    for text in ("[1]", "x", "[" * 10**5, "3", "null"):
+        texts = ["{}", "{}", text]
+        with pytest.raises(CorruptPeer) as corrupt:
+            all_gather_records(rank, {}, 1.0)
+        assert (corrupt.value.rank, corrupt.value.peer) == (1, 2)
+        said = f"rendezvous record of rank 2: got {text[:80]!r}, expected a JSON object"
+        assert str(corrupt.value).split(" (moe-rt")[0] == said
+    texts = ['{"to": "map"}', '{"to": "map"}', json.dumps({"to": "x" * 99})]
+    with pytest.raises(CallOrderMismatch) as mismatch:
+        all_gather_records(rank, {}, 1.0, "map")
+    assert (mismatch.value.rank, mismatch.value.peer) == (1, 2)
+    assert str(mismatch.value).split(" (moe-rt")[0] == f"rank 2 came to {'x' * 80}, expected to map as rank 0"
+
+
+def test_a_second_thread_is_refused_within_a_meeting() -> None:
+    """This thread may enter a meeting again, and another thread once the meeting is over."""
+    rank, raised = Rendezvous(dist.HashStore(), 0, 1), list[Any]()
+
+    def enter() -> None:
+        try:
+            with rank:
+                raised.append(None)
+        except ConcurrentUse as error:
+            raised.append((error.rank, str(error).split(" (moe-rt")[0]))
+
+    def in_a_thread() -> None:
+        thread = threading.Thread(target=enter)
+        thread.start()
+        thread.join(60.0)
+
+    with rank as entered:
+        assert entered is rank
+        in_a_thread()
+        with rank:
+            in_a_thread()
+        in_a_thread()
+    in_a_thread()
+    enter()
+    said = "rank 0: another thread is making a buffer as this rank, expected one at a time"
+    assert raised == [(0, said)] * 3 + [None] * 2
+
+
+def test_a_destroyed_group_is_refused() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = dist.new_group([0])
+        rendezvous = StoreRendezvous(group)
+        assert (rendezvous.group, rendezvous.rank, rendezvous.size) == (group, 0, 1)
+        assert StoreRendezvous(group)._seat is rendezvous._seat, "all rendezvous of a rank count as one"
+        dist.destroy_process_group(group)
+        with pytest.raises(
+            InvalidConfig, match=r"^group: got a process group that was destroyed, expected a living one "
+        ):
+            StoreRendezvous(group)
+    finally:
+        dist.destroy_process_group()
+
+
+class Pauses:
+    """Time that passes only in sleeps."""
+
+    def __init__(self) -> None:
+        self.now, self.sleeps = 100.0, list[float]()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.sleeps.append(seconds)
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Pauses:
+    made = Pauses()
+    monkeypatch.setattr(meeting, "time", made)
+    return made
+
+
+def test_a_wait_looks_less_often_the_longer_it_lasts(clock: Pauses, capfd: pytest.CaptureFixture[str]) -> None:
+    """It warns once after a tenth of its time, and each look is for the processes of a few of the missing ranks."""
+    rank, looked = meeting.Meeting(dist.HashStore(), 3, 9), list[list[int]]()
+    rank._me.watch_of = lambda r: looked[-1].append(r)  # type: ignore[method-assign]
+    look = rank._look
+    rank._look = lambda payload: looked.append([]) or look(payload)  # type: ignore[func-returns-value, method-assign]
+    with pytest.raises(PeerTimeout) as raised:
+        rank.gather("", 4.0)
+    assert (raised.value.rank, raised.value.peer) == (3, 0)
+    assert 4.0 < clock.now - 100.0 <= 4.05
+    assert clock.sleeps[0] == 0.0002
+    assert clock.sleeps[-1] == max(clock.sleeps) == 0.05
+    passed = 0.0
+    for seconds in clock.sleeps:
+        assert seconds == pytest.approx(min(0.0002 + passed / 8, 0.05))
+        passed += seconds
+    assert all(len(ranks) == len(set(ranks)) == 4 for ranks in looked)
+    assert {r for ranks in looked for r in ranks} == set(range(9))
+    (warning,) = capfd.readouterr().err.splitlines()
+    waited = float(warning.split()[5])
+    assert 0.4 < waited <= 0.45
+    assert warning.endswith(" s for ranks [0, 1, 2, 4, 5, 6, 7, 8] to make a buffer; PeerTimeout after 4 s")
+
+
+def test_a_wait_of_no_time_looks_twice(clock: Pauses, capfd: pytest.CaptureFixture[str]) -> None:
+    rank = meeting.Meeting(dist.HashStore(), 0, 2)
+    with pytest.raises(PeerTimeout):
+        rank.gather("", 0.0)
+    assert clock.sleeps == [0.0002]
+    assert len(capfd.readouterr().err.splitlines()) == 1
+
+
+def test_a_warning_is_seen_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    did: list[str] = []
+    err = SimpleNamespace(write=did.append, flush=lambda: did.append("flushed"))
+    monkeypatch.setattr(meeting.sys, "stderr", err)
+    meeting.warn(3, 1.23456, [0, 2], 20.0)
+    said = "moe_rt: rank 3 has waited 1.23 s for ranks [0, 2] to make a buffer; PeerTimeout after 20 s"
+    assert "".join(did) == f"{said}\nflushed"

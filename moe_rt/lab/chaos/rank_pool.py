@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import Store, TCPStore
 
+from moe_rt.group.board import read
+from moe_rt.group.meeting import OVER
 from moe_rt.group.processes import state_letter
 from moe_rt.lab.chaos import worker
 from moe_rt.lab.chaos.worker import Board
@@ -97,6 +99,11 @@ class RankPool(ProcessRanks):
             self.board.steps[rank] = last
         return last
 
+    def keys_left(self) -> int:
+        """Return the number of keys in the store that sessions should have deleted; see `keys_left`."""
+        self.send(STORE, b"")
+        return int(self.receive(STORE))
+
     def kept(self) -> dict[str, int]:
         """Count resources that the ranks have leaked, beyond those in their reports."""
         return {}
@@ -109,4 +116,10 @@ def _serve_store(channel: Channel, host: str) -> None:
     channel.send(str(store.port).encode())
     with suppress(EOFError):
         while not channel.receive():
-            channel.send(str(store.num_keys()).encode())
+            channel.send(str(keys_left(store)).encode())
+
+
+def keys_left(store: Store) -> int:
+    """Return the number of moe_rt's keys in the store without places, counts, and words of meetings not held."""
+    keys = [key for key in store.list_keys() if "moe_rt/" in key and key.split("/")[-2] not in ("meetings", "places")]
+    return sum(read(store, key) not in (None, OVER) for key in keys)
