@@ -1,4 +1,4 @@
-"""What Python gets from the compiled engine: sizes and tables that C++ computes, and bytes that kernels read.
+"""The compiled engine gives Python the recorded sizes and tables, and kernels the bytes that they read.
 
 Results of a grid of inputs are recorded in engine_interface.json, because ranks of other builds, recorded plans and
 kernels rely on them. Run this file as a program to record them again.
@@ -146,7 +146,7 @@ def test_a_world_holds_what_kernels_read() -> None:
     """A world is a shape, the layout of a channel, and the fields that follow them."""
     shape = shape_of({"depth": 2})
     nodes = _engine.Nodes(own=1, num_clients=2, node_of=13, proxy_of=14, client_index=15, clients=16, proxy_on=17)
-    given = dict(
+    given: dict[str, Any] = dict(
         shape=shape, rank=3, config_hash=7, position=21, owner=22, rank_first=23, entries=24, base=25, mirror=26,
         nodes=nodes, plan_mark=27,
     )  # fmt: skip

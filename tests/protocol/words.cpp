@@ -395,7 +395,7 @@ void check_shares() {
 }
 
 void check_scan(int lanes, int32_t n) {
-  // What is next to the arrays is too large to go unnoticed.
+  // Fills the margins around the arrays: a sum that includes one is wrong.
   constexpr int32_t kBeyond = 1 << 20, kMargin = 64;
   std::vector<int32_t> data(n + 2 * kMargin, kBeyond), spare = data, expected;
   int32_t total = 0;
