@@ -8,12 +8,11 @@
 #include <functional>
 #include <limits>
 #include <string>
-#include <thread>
 #include <vector>
 
-#include "../../cuda/cpu/team.h"
 #include "../../cuda/protocol/core/layout.h"
 #include "../../cuda/protocol/core/window_selector.h"
+#include "lanes.h"
 
 using namespace moe_rt;
 
@@ -383,8 +382,7 @@ void check_shares() {
       const Range all = Solo{}.chunk(n), same = Solo{}.share(n);
       expect(all.begin == 0 && all.end == n && all.step == 1, "one lane takes all");
       expect(same.begin == 0 && same.end == n && same.step == 1, "one lane shares nothing");
-      Barrier none(1);
-      const Range strides = strided(TeamCoop{int(size - 1), int(size), &none}, n);
+      const Range strides = strided(Lanes::Coop{int(size - 1), int(size), nullptr}, n);
       expect(strides.begin == size - 1 && strides.end == n && strides.step == size, "neighbours take neighbours");
     }
   }
@@ -394,7 +392,7 @@ void check_shares() {
   expect(values[0] == 10 && values[1] == 11 && values[2] == 12 && values[3] == -1, "what one lane collects");
 }
 
-void check_scan(int lanes, int32_t n) {
+void check_scan(int lanes, bool backwards, int32_t n) {
   // Fills the margins around the arrays: a sum that includes one is wrong.
   constexpr int32_t kBeyond = 1 << 20, kMargin = 64;
   std::vector<int32_t> data(n + 2 * kMargin, kBeyond), spare = data, expected;
@@ -403,16 +401,12 @@ void check_scan(int lanes, int32_t n) {
     expected.push_back(total);
     total += data[kMargin + i] = (i * 7 + 3) % 11;
   }
-  Barrier barrier(lanes, 1000);
   std::vector<int> right(lanes);
-  const auto work = [&](int lane) {
-    const Scan scan = exclusive_scan(TeamCoop{lane, lanes, &barrier}, &data[kMargin], &spare[kMargin], n);
-    right[lane] = scan.total == total && std::equal(expected.begin(), expected.end(), scan.sums);
-  };
-  std::vector<std::thread> others;
-  for (int lane = 1; lane < lanes; ++lane) others.emplace_back(work, lane);
-  work(0);
-  for (std::thread& t : others) t.join();
+  const bool together = Lanes::run(lanes, backwards, [&](const Lanes::Coop& coop) {
+    const Scan scan = exclusive_scan(coop, &data[kMargin], &spare[kMargin], n);
+    right[coop.rank()] = scan.total == total && std::equal(expected.begin(), expected.end(), scan.sums);
+  });
+  expect(together, "a lane waits for one that has ended");
   expect(std::count(right.begin(), right.end(), 1) == lanes, "sums of " + std::to_string(n) + " numbers");
   for (const std::vector<int32_t>* const array : {&data, &spare}) {
     const auto beyond = [](int32_t x) { return x == kBeyond; };
@@ -428,7 +422,8 @@ int main() {
   check_numbers(), check_words(), check_mailboxes(), check_waits(), check_headers(), check_windows();
   check_parts(), check_fp8(), check_codes(), check_dims(), check_shares();
   for (const int lanes : {1, 2, 3, 5}) {
-    for (const int32_t n : {0, 1, 2, 3, 4, 5, 8, 9, 16, 17, 33}) check_scan(lanes, n);
+    for (const int32_t n : {0, 1, 2, 3, 4, 5, 8, 9, 16, 17, 33})
+      check_scan(lanes, false, n), check_scan(lanes, true, n);
   }
   return 0;
 }
