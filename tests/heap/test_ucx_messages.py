@@ -16,3 +16,10 @@ def test_promises_and_refusals() -> None:
     done = subprocess.run([program], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == "every promise kept, every message refused\n"
+
+
+def test_bounds_of_messages() -> None:
+    """Whatever a message says of places and lengths, it is accepted up to its bounds and refused past them."""
+    program = compile_program(SOURCE.with_name("message_bounds.cpp"))
+    done = subprocess.run([program], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout
