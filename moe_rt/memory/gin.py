@@ -155,7 +155,8 @@ class World:
         left = [r["left"] for r in all_or_none(rendezvous, count, "look at its segments", timeout_s)]
         if any(left):
             raise InvalidConfig(
-                f"shutdown: got {left} segments by rank in use or never closed by a peer, expected every buffer closed"
+                f"shutdown: got {left} segments by rank in use or never closed by a peer, expected every buffer closed",
+                rank=rendezvous.rank,
             )
 
         def free() -> dict[str, Any]:
@@ -189,7 +190,7 @@ class World:
         records = all_or_none(rendezvous, introduce, "load NCCL", timeout_s)
         sizes = [r["num_bytes"] for r in records]
         if len(set(sizes)) > 1:
-            raise InvalidConfig(f"num_bytes: got {sizes} by rank, expected the same on every rank")
+            raise InvalidConfig(f"num_bytes: got {sizes} by rank, expected the same on every rank", rank=rank)
         members, made = tuple(r["name"] for r in records), list[_Connected]()
         if members in self._groups:
             return self._groups[members]

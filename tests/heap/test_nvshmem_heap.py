@@ -159,7 +159,9 @@ def test_heaps_at_different_places_in_a_page_are_refused() -> None:
     job = Job(2)
     job.cores[1].shift = 512
     assert "bytes into a page by rank" in job.refuse(InvalidConfig)
-    assert "bytes into a page by rank" in job.refuse(InvalidConfig), "and what they got is not handed out later"
+    for num_bytes in (1, 100):
+        text = job.refuse(InvalidConfig, num_bytes)
+        assert "got segments at [3584, 3072] bytes into a page by rank" in text, "what they got is not handed out later"
 
 
 def test_sizes_and_devices_must_agree() -> None:
