@@ -55,7 +55,7 @@ def load(device: torch.device) -> Any:
         raise InvalidConfig(
             f'heap "gin": got {type(error).__name__}: {error}; expected NCCL\'s package; {install}'
         ) from error
-    if found is None or found.version.release[:2] < SINCE:
+    if found is None or found.version.release < SINCE:
         got = "no library of NCCL" if found is None else f"NCCL {found.version}, {found.path}"
         raise InvalidConfig(f'heap "gin": got {got}, expected {SINCE[0]}.{SINCE[1]} or newer; {install}')
     return core
@@ -210,8 +210,7 @@ class World:
             made = group.comm.create_dev_comm(self._core.NCCLDevCommRequirements(gin_connection_type=every))
             image = ctypes.string_at(made.ptr, known.dev_comm_runtime_version_size)
             group.device_comm = gpu.zeros(len(image))
-            group.device_comm.copy_(torch.frombuffer(bytearray(image), dtype=torch.uint8))
-            gpu.synchronize()
+            group.device_comm.copy_(torch.frombuffer(bytearray(image), dtype=torch.uint8))  # `_settle` waits for it
         return {}
 
     def _settle(self, group: _Connected, gpu: DeviceMemory) -> dict[str, Any]:

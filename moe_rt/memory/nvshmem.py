@@ -47,12 +47,13 @@ class _Allocation:
 class World:
     """NVSHMEM in one process: the ranks it connects, and its memory. `load` returns nvshmem.core and the device."""
 
+    _core: Any  # both from `load`, once a buffer needs them
+    _device: Any
+
     def __init__(self, load: Callable[[torch.device], tuple[Any, Any]] = nvshmem_start.load) -> None:
         self._load = load
         self._name = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"  # pids repeat among containers
         self._members: list[str] | None = None  # names of all ranks in PE order, once they are connected
-        self._core: Any = None
-        self._device: Any = None
         self._gpu: DeviceMemory | None = None
         self._ours = False  # NVSHMEM was initialised here, and must be finalized here
         self._num_attempts = 0

@@ -62,6 +62,17 @@ def test_ranks_that_share_a_gpu_are_refused_by_all(monkeypatch: pytest.MonkeyPat
     job.allocate(100, [0, 1, 2])
 
 
+def test_settings_stay_as_they_are_if_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = iter("aab")
+    monkeypatch.setattr(nvshmem_start, "host", lambda: next(hosts))
+    monkeypatch.setattr(nvshmem_start, "mps_is_running", lambda: False)
+    job = Job(3)
+    for gpu in job.gpus:
+        gpu.uuid = job.gpus[0].uuid
+    job.refuse(InvalidConfig)
+    assert NETWORK not in os.environ
+
+
 def test_mps_lets_ranks_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([True, True, True, False])
     monkeypatch.setattr(nvshmem_start, "mps_is_running", lambda: next(answers))
