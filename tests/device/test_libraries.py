@@ -57,15 +57,13 @@ def test_an_nccl_that_can(tmp_path: Path, code: int) -> None:
 def test_headers_that_state_no_version(tmp_path: Path) -> None:
     include = Path(nccl_at(tmp_path, 23203, True))
     (include / "nccl.h").write_text("// no version")
-    with pytest.raises(CompileError, match="got NCCL 0.0 in .*, expected 2.32 or newer"):
+    with pytest.raises(CompileError, match=r"got NCCL 0\.0 in .*, expected 2.32 or newer"):
         NCCL.find(str(include), 13)
 
 
 def test_a_library_of_any_version(tmp_path: Path) -> None:
     (tmp_path / "include").mkdir()
-    with pytest.raises(
-        CompileError, match=r"got no libnvshmem_device.a next to NVSHMEM's headers.*; pip install '\.\["
-    ):
+    with pytest.raises(CompileError, match=r"got no libnvshmem_device.a next to NVSHMEM.*; pip install"):
         NVSHMEM.find(str(tmp_path / "include"), 13)
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib/libnvshmem_device.a").touch()
