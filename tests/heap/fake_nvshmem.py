@@ -1,8 +1,8 @@
 """Stand-ins for nvshmem.core, a cuda.core Device and a GPU: processes are threads here, and memory is the host's.
 
 A `Core` is the module nvshmem.core as one process sees it. Its collectives wait for every PE of the world. A collective
-that only some PEs call, or with different arguments, is recorded in `Cluster.violations`; the real one would hang. So is
-a call on a thread whose current device is not NVSHMEM's.
+that only some PEs call, or with different arguments, is recorded in `Cluster.violations`; the real one would hang.
+So is a call on a thread whose current device is not NVSHMEM's.
 """
 
 from __future__ import annotations
