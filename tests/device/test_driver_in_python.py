@@ -280,7 +280,7 @@ def test_a_gpu_uses_its_own_device_and_streams(gpu: Gpu, monkeypatch: pytest.Mon
 
 
 class Loaded:
-    """Stands for a CudaModule."""
+    """Takes the place of a CudaModule."""
 
     def __init__(self, *given: Any, **how: Any) -> None:
         self.given, self.how = given, how

@@ -1,4 +1,4 @@
-"""What kernels of a rank get: tables of the group, links, room in shared memory, and arguments that stay alive."""
+"""Arguments of a rank's kernels: tables of the group, links, shared memory; and what a launcher keeps alive."""
 
 from __future__ import annotations
 

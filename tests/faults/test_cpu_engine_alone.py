@@ -327,7 +327,7 @@ def test_last_words_that_are_overwritten_are_none(monkeypatch: pytest.MonkeyPatc
 
 
 class Made:
-    """Records what C++ is made of."""
+    """Records the arguments of a C++ object."""
 
     def __init__(self, made: dict[str, Any], name: str) -> None:
         self.made, self.name = made, name

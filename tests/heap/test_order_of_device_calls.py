@@ -36,7 +36,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Job:
 
 
 def calls(job: Job, since: int) -> list[str]:
-    """Return the calls of one process since there were so many in all, which are equal in both."""
+    """Return the calls of one process after the first `since` of both; those of the other are equal."""
     own = [[name for process, name, _ in job.cluster.calls[since:] if process == rank] for rank in range(2)]
     leader = {"get_unique_id"}  # rank 0 makes it
     assert [name for name in own[0] if name not in leader] == own[1]
