@@ -184,7 +184,8 @@ class CudaEngine(Engine):
     def _run_second(self, begun: Begun) -> None:
         if begun.captured is not self._gpu.is_capturing():
             where = "a captured graph" if begun.captured else "no graph"
-            raise InvalidInput(f"wait: got an op begun in {where}, expected both halves in one graph, or in none")
+            message = f"wait: got an op begun in {where}, expected both halves in one graph, or in none"
+            raise InvalidInput(message, rank=self.rank, op=begun.op)
         outputs = begun.outputs if isinstance(begun.outputs, tuple) else (begun.outputs,)
         self._gpu.follow(begun.stream, [t for t in (*begun.used, *outputs) if t is not None])
         self._run_half(begun, self._launches(begun.op, begun.args)[1:])
@@ -254,7 +255,8 @@ class CudaEngine(Engine):
     @contextmanager
     def _exclusive(self, op: Op) -> Iterator[None]:
         if not self._lock.acquire(blocking=False):
-            raise ConcurrentUse(f"rank {self.rank}: another thread is inside an op of this buffer", op=op)
+            message = f"rank {self.rank}: another thread is inside an op of this buffer; expected one op at a time"
+            raise ConcurrentUse(message, rank=self.rank, op=op)
         try:
             yield
         finally:

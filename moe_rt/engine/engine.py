@@ -135,7 +135,8 @@ class Engine(Halves):
         if scales is None:
             self._check(Op.DISPATCH, tag, "x", x, (num_tokens, s.hidden), s.dtype, may_be_window=True)
         if num_tokens > most:
-            error = TooManyTokens(f"x: got {num_tokens} tokens, expected at most {limit} = {most}")
+            message = f"x: got {num_tokens} tokens, expected at most {limit} = {most}"
+            error = TooManyTokens(message, rank=self.rank, op=Op.DISPATCH)
             self._refuse(Op.DISPATCH, tag, error, num_tokens, most)
         idx_dtype = torch.int32 if topk_idx.dtype is torch.int32 else torch.int64
         self._check(Op.DISPATCH, tag, "topk_idx", topk_idx, (num_tokens, s.num_topk), idx_dtype)

@@ -85,7 +85,7 @@ class Halves(Requirements):
         if not named:
             left = ", ".join(map(str, self._begun)) or "none"
             message = f"wait: got an op that was waited for already, or lost ({left} under way); expected one wait each"
-            raise InvalidInput(message)
+            raise InvalidInput(message, rank=self.rank)
         (begun,) = named
         self._end_ops(self._begun[: self._begun.index(begun) + 1])
         self._begun = tuple(b for b in self._begun if b is not begun)
@@ -138,7 +138,8 @@ class Halves(Requirements):
         first = self._first_of_too_many()
         if first is not None:
             called = f"got a call while {first} is under way"
-            raise InvalidInput(f"token_window: {called}, expected its wait() first{self._allowed()}")
+            message = f"token_window: {called}, expected its wait() first{self._allowed()}"
+            raise InvalidInput(message, rank=self.rank)
 
     def _first_of_too_many(self) -> Begun | None:
         """Return the first op under way if no other may begin."""

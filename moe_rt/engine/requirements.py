@@ -21,6 +21,7 @@ class Requirements(ABC):
     """Checks that an engine makes of a call. Every refusal is announced, so that all ranks raise."""
 
     spec: BufferSpec
+    rank: int
     device: torch.device
     _windows: TokenWindows | None
 

@@ -55,7 +55,7 @@ def load(device: torch.device) -> Any:
         raise InvalidConfig(
             f'heap "gin": got {type(error).__name__}: {error}; expected NCCL\'s package; {install}'
         ) from error
-    if found is None or found.version.release[:2] < SINCE:
+    if found is None or found.version.release < SINCE:
         got = "no library of NCCL" if found is None else f"NCCL {found.version}, {found.path}"
         raise InvalidConfig(f'heap "gin": got {got}, expected {SINCE[0]}.{SINCE[1]} or newer; {install}')
     return core
@@ -155,7 +155,8 @@ class World:
         left = [r["left"] for r in all_or_none(rendezvous, count, "look at its segments", timeout_s)]
         if any(left):
             raise InvalidConfig(
-                f"shutdown: got {left} segments by rank in use or never closed by a peer, expected every buffer closed"
+                f"shutdown: got {left} segments by rank in use or never closed by a peer, expected every buffer closed",
+                rank=rendezvous.rank,
             )
 
         def free() -> dict[str, Any]:
@@ -189,7 +190,7 @@ class World:
         records = all_or_none(rendezvous, introduce, "load NCCL", timeout_s)
         sizes = [r["num_bytes"] for r in records]
         if len(set(sizes)) > 1:
-            raise InvalidConfig(f"num_bytes: got {sizes} by rank, expected the same on every rank")
+            raise InvalidConfig(f"num_bytes: got {sizes} by rank, expected the same on every rank", rank=rank)
         members, made = tuple(r["name"] for r in records), list[_Connected]()
         if members in self._groups:
             return self._groups[members]
@@ -209,8 +210,7 @@ class World:
             made = group.comm.create_dev_comm(self._core.NCCLDevCommRequirements(gin_connection_type=every))
             image = ctypes.string_at(made.ptr, known.dev_comm_runtime_version_size)
             group.device_comm = gpu.zeros(len(image))
-            group.device_comm.copy_(torch.frombuffer(bytearray(image), dtype=torch.uint8))
-            gpu.synchronize()
+            group.device_comm.copy_(torch.frombuffer(bytearray(image), dtype=torch.uint8))  # `_settle` waits for it
         return {}
 
     def _settle(self, group: _Connected, gpu: DeviceMemory) -> dict[str, Any]:

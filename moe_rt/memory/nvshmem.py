@@ -47,12 +47,13 @@ class _Allocation:
 class World:
     """NVSHMEM in one process: the ranks it connects, and its memory. `load` returns nvshmem.core and the device."""
 
+    _core: Any  # both from `load`, once a buffer needs them
+    _device: Any
+
     def __init__(self, load: Callable[[torch.device], tuple[Any, Any]] = nvshmem_start.load) -> None:
         self._load = load
         self._name = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"  # pids repeat among containers
         self._members: list[str] | None = None  # names of all ranks in PE order, once they are connected
-        self._core: Any = None
-        self._device: Any = None
         self._gpu: DeviceMemory | None = None
         self._ours = False  # NVSHMEM was initialised here, and must be finalized here
         self._num_attempts = 0
@@ -124,10 +125,11 @@ class World:
         records = all_or_none(rendezvous, look, "finish its work on the GPU", timeout_s)
         if all(r["world"] is None for r in records):
             return True
-        self._require_same_world(records)
+        self._require_same_world(records, rendezvous.rank)
         if any(r["in_use"] for r in records):
             counts = [r["in_use"] for r in records]
-            raise InvalidConfig(f"shutdown: got {counts} segments in use by rank, expected every buffer closed")
+            message = f"shutdown: got {counts} segments in use by rank, expected every buffer closed"
+            raise InvalidConfig(message, rank=rendezvous.rank)
         common = sorted(set.intersection(*(set(r["have"]) for r in records)))
         # Segments that only some ranks allocated cannot be freed collectively, and finalize would try.
         leftover = any(len(r["have"]) > len(common) for r in records)
@@ -179,7 +181,8 @@ class World:
             if active and self._members is None:
                 self._require_usable(rank, size)
             if self._members is not None and not active:
-                raise InvalidConfig("NVSHMEM: got it finalized by other means, expected moe_rt's own shutdown")
+                message = "NVSHMEM: got it finalized by other means, expected moe_rt's own shutdown"
+                raise InvalidConfig(message, rank=rank)
             place = {"host": nvshmem_start.host(), "gpu": gpu.uuid}
             return {"name": self._name, "world": self._members, "active": active, "num_bytes": num_bytes, **place}
 
@@ -197,32 +200,34 @@ class World:
             return {}
 
         records = all_or_none(rendezvous, introduce, "load NVSHMEM", timeout_s)
-        self._require_same_world(records)
+        self._require_same_world(records, rank)
         sizes = [r["num_bytes"] for r in records]
         if len(set(sizes)) > 1:
-            raise InvalidConfig(f"num_bytes: got {sizes} by rank, expected the same on every rank")
+            raise InvalidConfig(f"num_bytes: got {sizes} by rank, expected the same on every rank", rank=rank)
         nvshmem_start.require_own_gpus(rendezvous, [(r["host"], r["gpu"]) for r in records], timeout_s)
         nvshmem_start.enable_gpu_networking([r["host"] for r in records])
         active = [r for r in range(size) if records[r]["active"]]
         if 0 < len(active) < size:
-            raise InvalidConfig(f"NVSHMEM: got it initialised on ranks {active} of {size}, expected on all or on none")
+            message = f"NVSHMEM: got it initialised on ranks {active} of {size}, expected on all or on none"
+            raise InvalidConfig(message, rank=rank)
         if not active:
             ids = all_or_none(rendezvous, identify, "make the unique id of NVSHMEM", timeout_s)
             all_or_none(rendezvous, initialise, "initialise NVSHMEM", timeout_s)
         self._members = [r["name"] for r in records]
 
-    def _require_same_world(self, records: list[dict[str, Any]]) -> None:
+    def _require_same_world(self, records: list[dict[str, Any]], rank: int) -> None:
         """Raise on every rank if a rank is in another world: all ranks see the same records."""
         members = [r["name"] for r in records]
         for peer, record in enumerate(records):
             if record["world"] not in (None, members):
                 expected = f"{record['world']} as in the process of rank {peer}: NVSHMEM has one world per process"
-                raise InvalidConfig(f"group: got {members}, expected {expected}", peer=peer)
+                raise InvalidConfig(f"group: got {members}, expected {expected}", rank=rank, peer=peer)
 
     def _require_usable(self, rank: int, size: int) -> None:
         tracking = self._core._internal_tracking  # the Python layer refuses a world that was made without it
         if tracking._is_initialized["status"] != tracking.InternalInitStatus.INITIALIZED:
-            raise InvalidConfig("NVSHMEM: got it initialised by other means, expected nvshmem.core.init or nothing")
+            message = "NVSHMEM: got it initialised by other means, expected nvshmem.core.init or nothing"
+            raise InvalidConfig(message, rank=rank)
         got = (self._core.my_pe(), self._core.n_pes())
         if got != (rank, size):
             message = f"NVSHMEM: got PE {got[0]} of {got[1]}, expected PE {rank} of {size}, as ranks in the group"
@@ -267,7 +272,8 @@ class World:
         number = self._num_attempts
         pads = [r["pad"] for r in all_or_none(rendezvous, take, "allocate its segment", timeout_s)]
         if len(set(pads)) > 1:
-            raise InvalidConfig(f"NVSHMEM: got segments at {pads} bytes into a page by rank, expected one place")
+            message = f"NVSHMEM: got segments at {pads} bytes into a page by rank, expected one place"
+            raise InvalidConfig(message, rank=rank)
         self._allocations[number].num_bytes = num_bytes
         return number
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -37,6 +38,8 @@ def nccl_at(folder: Path, code: int, library: bool) -> str:
     ("code", "library", "says"),
     [
         (22907, False, "got NCCL 2.29 in .*, expected 2.32 or newer"),
+        (23199, True, "got NCCL 2.31 in .*, expected 2.32 or newer"),
+        (12832, True, "got NCCL 1.28 in .*, expected 2.32 or newer"),
         (23102, True, "got NCCL 2.31 in .*, expected 2.32 or newer"),
         (23203, False, "got no libnccl_device.ltoir next to NCCL's headers"),
     ],
@@ -46,8 +49,88 @@ def test_an_nccl_that_cannot_be_linked(tmp_path: Path, code: int, library: bool,
         NCCL.find(nccl_at(tmp_path, code, library), 13)
 
 
-def test_an_nccl_that_can(tmp_path: Path) -> None:
-    assert NCCL.find(nccl_at(tmp_path, 23203, True), 13).read_bytes() == b"code"
+@pytest.mark.parametrize("code", [23200, 23203, 23300, 30000])
+def test_an_nccl_that_can(tmp_path: Path, code: int) -> None:
+    assert NCCL.find(nccl_at(tmp_path, code, True), 13).read_bytes() == b"code"
+
+
+def test_headers_that_state_no_version(tmp_path: Path) -> None:
+    include = Path(nccl_at(tmp_path, 23203, True))
+    (include / "nccl.h").write_text("// no version")
+    with pytest.raises(CompileError, match=r"got NCCL 0\.0 in .*, expected 2.32 or newer"):
+        NCCL.find(str(include), 13)
+
+
+def test_a_library_of_any_version(tmp_path: Path) -> None:
+    (tmp_path / "include").mkdir()
+    with pytest.raises(CompileError, match=r"got no libnvshmem_device.a next to NVSHMEM.*; pip install"):
+        NVSHMEM.find(str(tmp_path / "include"), 13)
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib/libnvshmem_device.a").touch()
+    assert NVSHMEM.find(str(tmp_path / "include"), 13) == tmp_path / "lib/libnvshmem_device.a"
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_90a", "sm_100f"])
+def test_architectures_that_a_library_has_code_for(arch: str) -> None:
+    older = arch in ("sm_80", "sm_89")
+    assert (NVSHMEM.is_for(arch), NCCL.is_for(arch)) == (True, not older)
+    NVSHMEM.require(arch)
+    if older:
+        with pytest.raises(CompileError, match=f"got architecture '{arch}', expected sm_90 or newer: NCCL's"):
+            NCCL.require(arch)
+    else:
+        NCCL.require(arch)
+
+
+def test_the_newest_library_of_the_first_wheel_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[tuple[str, int]] = []
+    monkeypatch.setattr(libraries.ctypes, "CDLL", lambda file, mode: loaded.append((file, mode)))
+    roots = [tmp_path / name for name in ("none", "first", "second")]
+    monkeypatch.setattr(libraries, "_wheels", lambda: roots)
+    for root in roots:
+        (root / "cuda_nvrtc/lib").mkdir(parents=True)
+    for name in ("libnvrtc.so", "libother.so.12", "libnvrtc-builtins.so.13.0"):
+        (roots[0] / "cuda_nvrtc/lib" / name).touch()
+    libraries.load_library("nvrtc")
+    assert loaded == [], "only a library of that name and a version"
+    for root in roots[1:]:
+        for name in ("libnvrtc.so.12", "libnvrtc.so.13"):
+            (root / "cuda_nvrtc/lib" / name).touch()
+    libraries.load_library("nvrtc")
+    assert loaded == [(str(roots[1] / "cuda_nvrtc/lib/libnvrtc.so.13"), ctypes.RTLD_GLOBAL)]
+
+
+@pytest.mark.parametrize(
+    ("name", "folder", "header"),
+    [
+        ("cudart", "cu13/include", "cuda_runtime_api.h"),
+        ("cudart", "cuda_runtime/include", "cuda_runtime_api.h"),
+        ("cccl", "cu13/include/cccl", "cuda/std/__cccl/version.h"),
+        ("cccl", "cuda_cccl/include", "cuda/std/__cccl/version.h"),
+        ("nvshmem", "nvshmem/include", "non_abi/nvshmem_version.h"),
+        ("nccl", "nccl/include", "nccl.h"),
+    ],
+)
+def test_headers_of_any_wheel_on_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, folder: str, header: str
+) -> None:
+    require_compiler()
+    monkeypatch.setattr("cuda.pathfinder.find_nvidia_header_directory", lambda name: None)
+    roots = [tmp_path / "first", tmp_path / "second"]
+    monkeypatch.setattr(libraries, "_wheels", lambda: roots)
+    (roots[0] / folder).mkdir(parents=True)
+    assert find_headers(name) is None, "a folder without the header"
+    for root in reversed(roots):
+        (root / folder / header).parent.mkdir(parents=True, exist_ok=True)
+        (root / folder / header).touch()
+        assert find_headers(name) == str(root / folder)
+    monkeypatch.setattr("cuda.pathfinder.find_nvidia_header_directory", lambda name: f"the path of {name}")
+    assert find_headers(name) == f"the path of {name}"
+
+
+def test_wheels_without_the_namespace_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libraries.importlib.util, "find_spec", lambda name: None)
+    assert libraries._wheels() == []
 
 
 def test_missing_headers_say_what_to_install() -> None:

@@ -63,9 +63,17 @@ class Buffer:
         start = -self.data.data_ptr() % 4096
         self.bytes: Tensor = self.data[start : start + size].view(torch.int8)
         self.handle, self.size = self.bytes.data_ptr(), size
+        self._own_uses = self._uses()
 
     def __dlpack__(self, **how: Any) -> Any:
         return self.bytes.__dlpack__(**how)
+
+    def _uses(self) -> int:
+        return int(torch._C._storage_Use_Count(self.bytes.untyped_storage()._cdata))
+
+    def is_seen(self) -> bool:
+        """True if a tensor over the memory exists."""
+        return self._uses() > self._own_uses
 
     def __dlpack_device__(self) -> Any:
         return self.bytes.__dlpack_device__()
@@ -144,6 +152,8 @@ class Core:
 
     def mem_free(self, buf: Buffer) -> None:
         self.note("mem_free", buf.size)
+        if buf.is_seen():
+            self.cluster.violations.append("memory was freed while a tensor over it existed")
         self.live.remove(buf.handle)
 
     def _init(self, nranks: int, rank: int, unique_id: UniqueId, config: object = None) -> Communicator:

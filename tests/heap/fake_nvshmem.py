@@ -2,6 +2,7 @@
 
 A `Core` is the module nvshmem.core as one process sees it. Its collectives wait for every PE of the world. A collective
 that only some PEs call, or with different arguments, is recorded in `Cluster.violations`; the real one would hang.
+So is a call on a thread whose current device is not NVSHMEM's.
 """
 
 from __future__ import annotations
@@ -156,16 +157,21 @@ class Core:
         )
         self.status = InitStatus.STATUS_NOT_INITIALIZED
         self.fabric: Fabric | None = None
+        self.bound = threading.local()  # threads on which the device is current
 
     def load(self, device: torch.device) -> tuple[Any, Any]:
         """Replaces the import in World."""
         self.note("load", str(device))
         self.settings = {"load": dict(os.environ)}
-        return self, SimpleNamespace(set_current=lambda: None, default_stream="default stream")
+        return self, SimpleNamespace(
+            set_current=lambda: setattr(self.bound, "device", device), default_stream="default stream"
+        )
 
     def note(self, name: str, argument: object = None) -> None:
         with self.cluster.lock:
             self.cluster.calls.append((self.process, name, argument))
+        if name not in ("load", "get_unique_id", "finalize") and not hasattr(self.bound, "device"):
+            self.cluster.violations.append(f"{name} on a thread without a current device")
         if name in self.fail:
             raise NvshmemError(f"{name} fails in process {self.process}")
 
@@ -205,6 +211,7 @@ class Core:
 
     def buffer(self, size, release=False, except_on_del=True) -> Buffer:
         assert self.fabric
+        assert not except_on_del, "a buffer that is garbage at the end of the interpreter would raise"
         self.fabric.meet(self.pe, "buffer", size)
         self.note("buffer", size)
         if self.top + size > HEAP_BYTES:

@@ -37,9 +37,10 @@ class Job:
         return outcomes
 
     def refuse(self, kind: type[MoeRtError], num_bytes: int = 100, ranks: list[int] | None = None) -> str:
-        """Check that every rank raises `kind`; return the last one's message."""
+        """Check that every rank raises `kind` and says which rank it is; return the last one's message."""
         outcomes = self.outcomes(num_bytes, ranks)
         assert [type(o) for o in outcomes] == [kind] * len(outcomes), outcomes
+        assert [o.rank for o in outcomes] == list(range(len(outcomes))), outcomes
         return str(outcomes[-1])
 
     def shutdown(self) -> list[Any]:

@@ -122,11 +122,34 @@ def test_peers_that_are_not_mapped_need_a_network() -> None:
     job = Job(2)
     job.cluster.network = NcclGinConnectionType.RAIL
     job.cores[1].unmapped = {0}
-    text = job.refuse(InvalidConfig)
+    job.refuse(InvalidConfig)
+    text = job.refuse(InvalidConfig)  # what was registered is not handed out
     assert "{'rank 1': [0]}, and no network of NCCL's that connects all GPUs" in text
     job.cores[1].unmapped = set()
     made = job.allocate(100)
     assert [s.gin and s.gin.communicator for s in made] == [0, 0], "nobody needs one"
+
+
+def test_a_group_whose_network_could_not_be_opened_is_connected_anew() -> None:
+    job = Job(2)
+    for core in job.cores:
+        core.fail.add("create_dev_comm")
+    job.refuse(InvalidConfig)
+    for core in job.cores:
+        core.fail.clear()
+    made = job.allocate(100)
+    assert len(job.cluster.of("init")) == 4
+    assert all(segments.gin and segments.gin.communicator for segments in made)
+
+
+def test_a_segment_that_could_not_be_zeroed_is_handed_out_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, in_use = Job(2), []
+    for num_buffers in (1, 2):  # a new one, while the first one is in use
+        with monkeypatch.context() as patch:
+            patch.setattr(gin.World, "_zero", lambda *_: {}["zeros"])
+            job.refuse(InvalidConfig)
+        in_use += job.allocate(100)
+        assert len(job.cluster.of("mem_alloc")) == 2 * num_buffers
 
 
 def test_ranks_that_share_a_gpu_are_refused() -> None:
@@ -188,6 +211,8 @@ def test_a_segment_into_which_a_peer_may_still_put_is_not_reused(missing: int) -
     release(made)
     leave_marks(used, MARKS)
     ctypes.memset(used[1] + missing, 0, 8)
+    ctypes.memset(used[1] + missing - 1, 1, 1)
+    ctypes.memset(used[1] + missing + 8, 1, 1)  # a mark has eight bytes
     other = job.allocate(PAGE)
     assert not {s.symmetric for s in other} & set(used)
     leave_marks(used[1:2], [missing])
@@ -208,6 +233,43 @@ def test_shutdown_frees_and_lets_start_anew() -> None:
     assert job.shutdown() == [None, None], "nothing is left to do"
     job.allocate(PAGE)
     assert len(job.cluster.of("init")) == 4
+
+
+class LateMarks(HostGpu):
+    """Work that is queued on the GPU writes marks while the host waits for it."""
+
+    queued: list[int]
+
+    def synchronize(self) -> None:
+        super().synchronize()
+        for address in self.__dict__.pop("queued", []):
+            leave_marks([address], MARKS)
+
+
+def test_marks_are_read_when_queued_work_is_done() -> None:
+    job = Job(3)
+    job.gpus[:] = [LateMarks() for _ in range(3)]
+    made = job.allocate(PAGE)
+    used = use(made)
+    release(made)
+    leave_marks(used, MARKS)
+    ctypes.memset(used[1], 0, MARKS[-1] + 8)
+    job.gpus[1].queued = [used[1]]  # type: ignore[attr-defined]
+    assert [s.symmetric for s in job.allocate(PAGE)] == used
+
+
+def test_a_shutdown_frees_nothing_before_queued_work_is_done() -> None:
+    job = Job(2)
+    seen: list[int] = []
+
+    class Watching(HostGpu):
+        def synchronize(self) -> None:
+            seen.append(len(job.cluster.of("destroy")) + len(job.cluster.of("mem_free")))
+
+    release(job.allocate(PAGE))
+    job.gpus[:] = [Watching() for _ in range(2)]
+    job.shutdown()
+    assert seen == [0] * 4, "before ranks meet, and before each looks at its segments"
 
 
 @pytest.mark.parametrize("module", [gin, nvshmem], ids=lambda module: module.__name__.split(".")[-1])

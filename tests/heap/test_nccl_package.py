@@ -112,6 +112,18 @@ def test_an_old_library_is_refused(core: Any, monkeypatch: pytest.MonkeyPatch, f
     monkeypatch.setattr(core, "get_version", lambda: SimpleNamespace(libnccl=library))
     with pytest.raises(InvalidConfig, match=rf"got {got}, expected 2.32 or newer; pip install --no-deps 'nvidia-nccl"):
         gin.load(torch.device("cuda", 0))
-    if library:
-        library.version = version("2.32.3")
+    for newer in ("2.32", "2.32.0", "2.32.3", "2.33.1", "3.0.1"):
+        library = SimpleNamespace(version=version(newer), path=Path("/x/libnccl.so.2"))
         assert gin.load(torch.device("cuda", 0)) is core
+
+
+@pytest.mark.parametrize(("cuda", "major"), [("12.8", 12), ("13.0", 13), (None, 13)])
+def test_the_package_to_install_is_that_of_torchs_cuda(
+    core: Any, monkeypatch: pytest.MonkeyPatch, cuda: str | None, major: int
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(core, "get_version", lambda: {}["libnccl"])
+    with pytest.raises(InvalidConfig) as raised:
+        gin.load(torch.device("cuda", 0))
+    install = f"pip install --no-deps 'nvidia-nccl-cu{major}>=2.32' && pip install nccl4py"
+    assert raised.value.args[0] == f"heap \"gin\": got KeyError: 'libnccl'; expected NCCL's package; {install}"

@@ -30,6 +30,14 @@ def test_every_rank_reaches_every_segment(size: int) -> None:
     assert len(offsets) == 1, "puts name remote memory by the own address"
 
 
+def test_a_segment_has_a_page_more_than_it_is_asked_for() -> None:
+    """NVSHMEM aligns to less than a page, so a segment begins at the first page of its memory."""
+    job = Job(2)
+    for num_bytes in (1, PAGE, PAGE + 1):
+        job.allocate(num_bytes)
+    assert [size for process, size in job.cluster.of("buffer") if process == 0] == [2 * PAGE, 2 * PAGE, 3 * PAGE]
+
+
 def test_ranks_are_pes_and_the_second_buffer_initialises_nothing() -> None:
     job = Job(3)
     made = job.allocate(100, [2, 0, 1])
@@ -49,6 +57,8 @@ def test_another_group_is_refused_by_all_its_ranks_with_both_named() -> None:
     assert f"got {names[1:]}, expected {names[:2]}" in text
     assert [call for call in job.cluster.calls[calls:] if call[1] != "load"] == []
     assert f"got {names[1::-1]}" in job.refuse(InvalidConfig, ranks=[1, 0]), "another order is another numbering"
+    others = job.outcomes(100, [2, 1])
+    assert [(error.rank, error.peer) for error in others] == [(0, 1), (1, 1)], "the rank that is in another world"
     job.allocate(100, [0, 1])
     assert made[0].addresses, "the first group goes on"
 
@@ -79,6 +89,13 @@ def test_a_world_on_some_ranks_only_is_refused() -> None:
     assert "got PE 0 of 1, expected PE 0 of 2" in job.refuse(InvalidConfig)
     job.cores[0].fabric.size = 2
     assert "got it initialised on ranks [0] of 2" in job.refuse(InvalidConfig)
+
+
+def test_numbers_that_init_gives_are_compared() -> None:
+    """Remains of an earlier world may override the numbers that NVSHMEM is given."""
+    job = Job(2)
+    job.cores[1].my_pe = lambda: 0  # type: ignore[method-assign]
+    assert "got PE 0 of 2, expected PE 1 of 2" in job.refuse(InvalidConfig)
 
 
 def test_a_world_made_outside_of_python_is_refused() -> None:
@@ -141,7 +158,9 @@ def test_a_gpu_that_is_full_is_noticed_before_anyone_allocates(monkeypatch: pyte
     job.gpus[1] = HostGpu(device="meta")
     free = {"cpu": nvshmem.HEAP_STEP, "meta": nvshmem.HEAP_STEP - 1}
     monkeypatch.setattr(nvshmem, "free_bytes", lambda device: free[device.type])
-    assert f"rank 1: got {free['meta']} bytes free on meta" in job.refuse(OutOfSharedMemory)
+    text = job.refuse(OutOfSharedMemory)
+    assert f"rank 1: got {free['meta']} bytes free on meta, expected 536870912 for a segment of 100: " in text
+    assert "NVSHMEM grows in steps of 536870912" in text
     assert not job.cluster.of("buffer")
     free["meta"] += 1
     job.allocate(nvshmem.HEAP_STEP // 1024)
@@ -159,7 +178,9 @@ def test_heaps_at_different_places_in_a_page_are_refused() -> None:
     job = Job(2)
     job.cores[1].shift = 512
     assert "bytes into a page by rank" in job.refuse(InvalidConfig)
-    assert "bytes into a page by rank" in job.refuse(InvalidConfig), "and what they got is not handed out later"
+    for num_bytes in (1, 100):
+        text = job.refuse(InvalidConfig, num_bytes)
+        assert "got segments at [3584, 3072] bytes into a page by rank" in text, "what they got is not handed out later"
 
 
 def test_sizes_and_devices_must_agree() -> None:

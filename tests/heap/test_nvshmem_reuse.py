@@ -7,8 +7,10 @@ import gc
 
 import pytest
 from heap.fake_nvshmem import PAGE
-from heap.nvshmem_job import Job, release
+from heap.nvshmem_job import TIMEOUT_S, Job, release
+from support.ranks import ThreadRanks
 
+from moe_rt import ThreadGroup
 from moe_rt.errors import InvalidConfig, OutOfSharedMemory
 
 
@@ -86,6 +88,40 @@ def test_shutdown_frees_in_order_finalizes_and_lets_start_anew() -> None:
     job.worlds[0].unregister_module(7)
     job.allocate(PAGE, [1, 0])
     assert len(job.cluster.of("init")) == 4
+
+
+def test_only_the_group_that_is_the_world_shuts_it_down() -> None:
+    job = Job(3)
+    made = job.allocate(PAGE)
+
+    def shut_down(group: ThreadGroup) -> bool:
+        return job.worlds[group.rank].shutdown(group, TIMEOUT_S)
+
+    names = [world._name for world in job.worlds]
+    for _ in range(2):  # whether its segments are in use or not
+        outcomes = ThreadRanks(2).outcomes(shut_down)
+        assert all(isinstance(o, InvalidConfig) for o in outcomes), outcomes
+        assert all(f"group: got {names[:2]}, expected {names} as in the process of rank 0" in str(o) for o in outcomes)
+        release(made)
+    assert not job.cluster.of("free")
+
+
+def test_a_segment_that_could_not_be_zeroed_is_handed_out_later() -> None:
+    job = Job(2)
+    release(job.allocate(PAGE))
+    (buffer,) = job.cores[1].buffers
+    buffer.fails = True
+    job.refuse(InvalidConfig, PAGE)
+    buffer.fails = False
+    job.allocate(PAGE)
+    assert len(job.cores[0].buffers) == 1
+    job = Job(2)
+    job.cores[1].fail.add("fill")
+    job.refuse(InvalidConfig, PAGE)
+    (buffer,) = job.cores[1].buffers
+    buffer.fails = False
+    job.allocate(PAGE)
+    assert len(job.cores[0].buffers) == 1, "also one that no buffer has had"
 
 
 def test_shutdown_of_one_rank_still_in_use_is_refused_by_all() -> None:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
 from heap.nvshmem_job import Job
 
 from moe_rt.errors import InvalidConfig
@@ -62,6 +67,17 @@ def test_ranks_that_share_a_gpu_are_refused_by_all(monkeypatch: pytest.MonkeyPat
     job.allocate(100, [0, 1, 2])
 
 
+def test_settings_stay_as_they_are_if_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = iter("aab")
+    monkeypatch.setattr(nvshmem_start, "host", lambda: next(hosts))
+    monkeypatch.setattr(nvshmem_start, "mps_is_running", lambda: False)
+    job = Job(3)
+    for gpu in job.gpus:
+        gpu.uuid = job.gpus[0].uuid
+    job.refuse(InvalidConfig)
+    assert NETWORK not in os.environ
+
+
 def test_mps_lets_ranks_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([True, True, True, False])
     monkeypatch.setattr(nvshmem_start, "mps_is_running", lambda: next(answers))
@@ -84,6 +100,67 @@ def test_hosts_may_number_their_gpus_alike() -> None:
 
 def test_a_host_has_one_name() -> None:
     assert nvshmem_start.host() == nvshmem_start.host() != ""
+
+
+def test_a_host_without_an_id_has_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(nvshmem_start, "_BOOT_ID", tmp_path / "boot_id")
+    monkeypatch.setattr(nvshmem_start.socket, "gethostname", lambda: "its name")
+    assert nvshmem_start.host() == "its name"
+    (tmp_path / "boot_id").write_text("its id\n")
+    assert nvshmem_start.host() == "its id"
+
+
+@pytest.mark.parametrize(("device", "index"), [("cuda", 3), ("cuda:2", 2)])
+def test_the_device_that_nvshmem_gets(monkeypatch: pytest.MonkeyPatch, device: str, index: int) -> None:
+    """The library is loaded first: without it, questions about its state fail."""
+    asked: list[str] = []
+    core, cuda_core = ModuleType("nvshmem.core"), ModuleType("cuda.core")
+    core.get_version = lambda: asked.append("version")  # type: ignore[attr-defined]
+    cuda_core.Device = lambda index: (asked.append("device"), index)[1]  # type: ignore[attr-defined]
+    package = ModuleType("nvshmem")
+    package.core = core  # type: ignore[attr-defined]
+    for module in (package, core, cuda_core):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(nvshmem_start.torch.cuda, "current_device", lambda: 3)
+    assert nvshmem_start.load(torch.device(device)) == (core, index)
+    assert asked == ["version", "device"]
+    core.get_version = lambda: {}["library"]  # type: ignore[attr-defined]
+    with pytest.raises(
+        InvalidConfig, match=f"got KeyError: 'library'; expected NVSHMEM's package, a CUDA driver and {device};"
+    ):
+        nvshmem_start.load(torch.device(device))
+
+
+@pytest.mark.parametrize(
+    ("answer", "runs"),
+    [
+        ((0, "", ""), True),
+        ((0, "1234\n", ""), True),
+        ((1, "", ""), False),
+        ((0, "Cannot find MPS control daemon process\n", ""), False),
+        ((0, "", "cannot connect"), False),
+        (OSError("no program"), False),
+        (subprocess.TimeoutExpired("nvidia-cuda-mps-control", 5), False),
+    ],
+    ids=str,
+)
+def test_answers_of_mps(monkeypatch: pytest.MonkeyPatch, answer: Any, runs: bool) -> None:
+    asked: list[Any] = []
+
+    def run(command: list[str], **how: Any) -> Any:
+        asked.append((command, how))
+        if isinstance(answer, Exception):
+            raise answer
+        return subprocess.CompletedProcess(command, *answer)
+
+    monkeypatch.setattr(nvshmem_start.shutil, "which", lambda name: name)
+    monkeypatch.setattr(nvshmem_start.subprocess, "run", run)
+    assert nvshmem_start.mps_is_running() is runs
+    how = {"input": "get_server_list\n", "capture_output": True, "text": True, "timeout": 5}
+    assert asked == [(["nvidia-cuda-mps-control"], how)]
+    monkeypatch.setattr(nvshmem_start.shutil, "which", lambda name: None)
+    assert not nvshmem_start.mps_is_running()
+    assert len(asked) == 1, "a program that is not there is not started"
 
 
 def test_mps_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
