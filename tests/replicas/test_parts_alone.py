@@ -236,6 +236,12 @@ def test_results_of_parts(name: str) -> None:
     assert mark_of(compute()) == expected
 
 
+def test_options_of_an_op_reach_it() -> None:
+    assert plain(torch.add(P, TOKENS, alpha=3)).tolist() == (values(2, 3) + 3).tolist()
+    assert torch.zeros_like(P, dtype=torch.int64).dtype is torch.int64
+    assert torch.add(P, TOKENS, out=torch.empty(2, 3)).tolist() == (values(2, 3) + 1).tolist()
+
+
 def test_results_in_lists() -> None:
     """Each entry is judged by its own operands in a _foreach op, and by all of them elsewhere."""
     moved = torch._foreach_add([P, TOKENS, Q], [TOKENS, TOKENS, TOKENS])
