@@ -258,10 +258,14 @@ def test_results_in_lists() -> None:
 
 
 def test_other_subclasses_come_first() -> None:
-    """A tensor that has rules of its own applies them to the plain values of a Part, or refuses."""
-    two = TwoTensor(values(2, 3), values(2, 3))
-    with pytest.raises((TypeError, RuntimeError, AttributeError)):
-        torch.add(two, P).whole  # noqa: B018
+    """A tensor that has rules of its own applies them, here to two tensors, each of which then meets the Part."""
+    two = TwoTensor(values(2, 3), 2 * values(2, 3))
+    for total in (torch.add(two, P), torch.add(P, two)):
+        assert type(total) is TwoTensor
+        assert [mark_of(t) for t in (total.a, total.b)] == [(WHOLE, False)] * 2
+        assert [plain(t).tolist() for t in (total.a, total.b)] == [(n * values(2, 3)).tolist() for n in (2, 3)]
+    y = torch.ops.moe_rt.swiglu(as_part(torch.ones(2, 6), WHOLE), torch.tensor([2], dtype=torch.int32))
+    assert type(y) is Tensor, "an op of another library returns rows"
 
 
 def test_a_wrapper_that_takes_parameters_for_copies_is_refused() -> None:
