@@ -26,7 +26,7 @@ def buffer(num_ranks: int = 2, heap: str = "ucx", route: str = "flat") -> Any:
 
 @pytest.mark.parametrize("heap", HEAPS)
 def test_rows_travel_between_halves_over_networks_of_cpus(heap: str) -> None:
-    """On one host and on GPUs halves gained nothing, or nothing was measured; two levels have no halves."""
+    """Halves gained nothing on one host, and nothing was measured on GPUs; two levels have no halves."""
     expected = HEAPS[heap].network and not HEAPS[heap].gpu
     assert overlap.over_network(buffer(heap=heap)) == expected
     assert not overlap.over_network(buffer(1, heap))

@@ -167,7 +167,7 @@ def test_the_least_sizes() -> None:
 
 
 def test_the_dtype_of_rows() -> None:
-    """It is the config's, else the one that is asked for, else torch's default."""
+    """The config's comes first, then the argument, then torch's default."""
     assert config().buffer_sizes()["dtype"] is torch.float32
     assert config().buffer_sizes(torch.bfloat16)["dtype"] is torch.bfloat16
     assert config(dtype=torch.float64).buffer_sizes(torch.bfloat16)["dtype"] is torch.float64

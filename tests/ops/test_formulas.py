@@ -38,7 +38,7 @@ def offs_of(*ends: int) -> Tensor:
 @pytest.mark.parametrize("how", ["two", "packed", "interleaved"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_at_the_edges(kind: Activation, how: str) -> None:
-    """Where a clamp or a relu begins, the gradient is that of torch's clamp and relu."""
+    """The gradient where a clamp or a relu begins is that of torch's clamp and relu."""
     h = [t.requires_grad_() for t in grid(kind)]
     given = h if how == "two" else packed(h, how == "interleaved")
     options = dict(alpha=1.3, limit=LIMIT)
@@ -102,7 +102,7 @@ def test_rows_of_any_number(kind: Activation, dtype: torch.dtype, real: int) -> 
 
 
 def test_swiglu_of_packed_columns_has_its_own_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On GPUs it is a kernel; other kinds and layouts are torch's operations."""
+    """It is a kernel on GPUs; other kinds and layouts are torch's operations."""
     calls: list[str] = []
     monkeypatch.setattr(activations, "swiglu", lambda gate_up, offs: calls.append("swiglu") or swiglu(gate_up, offs))
     h, two = torch.randn(3, 8), list(torch.randn(2, 3, 4))

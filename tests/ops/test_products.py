@@ -151,7 +151,7 @@ def test_the_kernel_gets_what_it_takes(monkeypatch: pytest.MonkeyPatch, layout: 
 
 @pytest.fixture
 def capability(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Return a function that sets the compute capability of the GPU that CPU tensors stand for."""
+    """Return a function that sets the compute capability of the GPU that tensors are on, which is the CPU here."""
     found: dict[Any, tuple[int, int]] = {}
     monkeypatch.setattr(torch.cuda, "get_device_capability", found.__getitem__)
     grouped._compute_capability.cache_clear()

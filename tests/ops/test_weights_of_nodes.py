@@ -39,7 +39,7 @@ def graph(late: bool, num_products: int, contiguous: bool) -> tuple[list[Tensor]
 @pytest.mark.parametrize("contiguous", [False, True])
 @pytest.mark.parametrize("num_products", [1, 2, 3])
 def test_gradients_are_those_of_plain_products(num_products: int, contiguous: bool) -> None:
-    """In whole backwards, again and again, and after some that needed no weight, no rows, or not all products."""
+    """Whole backwards have them, again and again, also after some that needed no weight, no rows or not all."""
     late, leaves = graph(True, num_products, contiguous)
     plain, same = graph(False, num_products, contiguous)
     torch.testing.assert_close(late, plain, rtol=0, atol=0)

@@ -192,7 +192,7 @@ def saved_by(module: SpreadModule) -> dict[str, Any]:
 
 
 def test_a_rank_loads_its_experts() -> None:
-    """From its own file, from that of all experts, from one without ids, and from another rank's never."""
+    """It takes its own file, that of all experts, and one without ids, but never another rank's."""
     module, own = experts(), saved_by(experts())
     assert sorted(own) == ["down_proj", "gate_up_proj", HELD]
     whole = {
@@ -241,7 +241,7 @@ class Adapter(nn.Module):
 
 
 def test_experts_of_a_model_are_found() -> None:
-    """Those of a single rank too; an adapter's parameters count as theirs, and a gate's do not."""
+    """A single rank's are found too; an adapter's parameters count as theirs, and a gate's do not."""
     one, two, alone = experts(), experts(), experts(1)
     model = nn.Sequential(Holder(one), nn.Linear(2, 2), Holder(Adapter(two)), alone, Holder(nn.Linear(2, 2)))
     found = list(spread_modules(model))
