@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_rt import Buffer
-from moe_rt.errors import InvalidInput, MoeRtError
+from moe_rt.errors import InvalidInput, MoeRtError, Op
 from moe_rt.ops import declare, table
 
 T, H, K, E = 3, 4, 2, 4
@@ -181,8 +181,9 @@ def test_gradients_have_no_derivatives(buffer: Buffer, op: str) -> None:
     trained = list(results)
     trained[leaf] = results[leaf].clone().requires_grad_()
     message = f"^{op}: got a second derivative, expected first ones only"
-    with pytest.raises(InvalidInput, match=message):
+    with pytest.raises(InvalidInput, match=message) as raised:
         BY_HAND[op](engine, trained)[0].sum().backward()
+    assert (raised.value.rank, raised.value.op) == (0, Op[op.upper()])
     with torch.no_grad(), forward_ad.dual_level():
         trained[leaf] = forward_ad.make_dual(results[leaf], torch.ones_like(results[leaf]))
         with pytest.raises(InvalidInput, match=message):
