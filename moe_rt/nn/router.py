@@ -220,7 +220,8 @@ class Router(KeepsFp32):
         real = real_tokens(x, topk_idx, mask, c.num_topk)
         acc = torch.float64 if x.dtype is torch.float64 else torch.float32
         with torch.autocast(x.device.type, enabled=False):
-            rows = without_padding(x, real).to(acc)
+            rows = torch.atleast_2d(without_padding(x, real).to(acc))  # x [H] is a sequence of one token
+            real = None if real is None else torch.atleast_1d(real)
             if self.training and c.jitter:
                 rows = rows * torch.empty_like(rows).uniform_(1 - c.jitter, 1 + c.jitter)
             row_wise = self.row_wise and x.device.type == "cpu"

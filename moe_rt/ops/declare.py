@@ -126,6 +126,7 @@ def op(
         texts["record"] = texts["record"].format_map(texts)
         template = _CALL
         if gradient is not None:
+            made.require_no_loss, made.differentiable = require_no_loss, differentiable
             made.function = made.make_function(gradient, texts)
             made.record = super(torch.autograd.Function, made.function).apply
             register_gradient(_lib, refusals, gradient, made.function.backward)
@@ -190,6 +191,10 @@ class TorchOp:
 
     function: Any = None  # the autograd.Function of calls past the dispatcher, if the op has one
     record: Any = None  # its `apply` without what torch does there for torch.func, which takes a fifth of the time
+    require_no_loss = (
+        ""  # the engine's method that refuses inputs whose gradients would be lost, if the op has a Function
+    )
+    differentiable: tuple[str, ...] = ()
 
     def __init__(
         self, shapes: Callable[..., Any], kind: Op, method: str, require_traceable: str, names: dict[str, str]
@@ -239,6 +244,10 @@ class TorchOp:
         names = _NAMES | self.names if len(tensors) == len(given) else _NAMES
         named = {names.get(name, name): t for name, t in tensors.items()}
         engine.require_call(self.kind, tag, *args[at + 2 :], **named)
+        if self.require_no_loss and not (is_dynamo_compiling() or _are_functorch_transforms_active()):
+            inputs = [given[name] for name in self.differentiable]
+            if type(inputs[0]) is Tensor and recorded(*inputs):  # others have no memory that could be lost
+                getattr(engine, self.require_no_loss)(tag, *inputs)
         return self.overload(*args[:at], engine.id, *args[at + 1 :], **written)
 
     def caller_of(self, method: str, names: tuple[str, ...]) -> Callable[..., None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NoReturn
 
 import torch
@@ -56,7 +57,7 @@ def grouped_linear(
     Returns:
         [rows, out]; rows past offs[-1] are unspecified.
     """
-    b = weight if transposed else weight.transpose(1, 2)
+    b = weight if transposed else weight.mT
     y: Tensor = (multiply or torch.ops.moe_rt.grouped_mm)(x, b, offs, row_wise)
     return y if bias is None else torch.ops.moe_rt.grouped_add(y, bias, offs)
 
@@ -165,11 +166,10 @@ def _kernel_takes(t: Tensor) -> bool:
 
 def _spans(offs: Tensor) -> list[tuple[int, int]]:
     """Return the first row and the end of each expert. Waits for offs, so for CPU tensors only."""
-    ends = offs.tolist()
-    return list(zip([0, *ends[:-1]], ends, strict=True))
+    return list(pairwise([0, *offs.tolist()]))
 
 
-def _grouped_mm_on_gpu(a: Tensor, b: Tensor, offs: Tensor, row_wise: bool = False) -> Tensor:
+def _grouped_mm_on_gpu(a: Tensor, b: Tensor, offs: Tensor, *_: bool) -> Tensor:
     """Compute _grouped_mm without waiting for offs on the host. `row_wise` changes nothing here."""
     if not (_gpu_kernel_takes(a) and _gpu_kernel_takes(b) and b.shape[-1] * b.itemsize % 16 == 0):
         return _tiled_mm(a, b, offs)
@@ -218,7 +218,7 @@ def _tiled_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
         return out[:rows]
     # Values past an expert's rows must be masked, not just multiplied by zero: they may be NaN.
     left, right = (t[source].masked_fill_(unreal[..., None], 0) for t in (a.t(), b))
-    product = torch.bmm(left.transpose(1, 2), right)
+    product = torch.bmm(left.mT, right)
     # If an expert has three or more tiles, torch's index_add_ decides the order of their sum.
     return a.new_zeros(num_local, *product.shape[1:]).index_add_(0, expert, product)
 
@@ -266,7 +266,7 @@ for _name, _on_cpu, _on_gpu in (
 
 
 @torch.library.register_fake("moe_rt::grouped_mm", lib=_lib)
-def _(a: Tensor, b: Tensor, offs: Tensor, row_wise: bool = False) -> Tensor:
+def _(a: Tensor, b: Tensor, offs: Tensor, *_: bool) -> Tensor:
     if b.dim() == 2:
         return a.new_empty(offs.shape[0], a.shape[0], b.shape[1])
     return a.new_empty(a.shape[0], b.shape[2])
@@ -283,7 +283,7 @@ def _(rows: Tensor, offs: Tensor) -> Tensor:
 
 
 @register_flop_formula(torch.ops.moe_rt.grouped_mm, get_raw=True)
-def _count_flops(a: Tensor, b: Tensor, offs: Tensor, row_wise: bool = False, *, out_val: Tensor) -> int:
+def _count_flops(a: Tensor, b: Tensor, offs: Tensor, *_: bool, out_val: Tensor) -> int:
     """Count the operations of real rows, or of all rows if offs has no data."""
     among_all = a.shape[1] if b.dim() == 2 else a.shape[0]
     rows = among_all if is_fake(offs) or offs.is_meta else int(offs[-1])
@@ -302,7 +302,7 @@ def _differentiate_grouped_mm(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ..
     grad = grad.contiguous()  # the gradient of a bare sum() is an expanded scalar, whose strides no kernel takes
     grad_a = grad_b = None
     if ctx.needs_input_grad[0]:
-        grad_a = torch.ops.moe_rt.grouped_mm(grad, b.transpose(1, 2), offs, ctx.row_wise)
+        grad_a = torch.ops.moe_rt.grouped_mm(grad, b.mT, offs, ctx.row_wise)
     if ctx.needs_input_grad[1]:
         grad_b = _gradient_of_weight(a, grad, offs, b.is_contiguous())
     return grad_a, grad_b, None, None
@@ -312,7 +312,7 @@ def _gradient_of_weight(a: Tensor, grad: Tensor, offs: Tensor, contiguous: bool)
     """Return the gradient in the parameter's memory layout: autograd would copy any other."""
     if contiguous:
         return torch.ops.moe_rt.grouped_mm(a.t(), grad, offs)
-    return torch.ops.moe_rt.grouped_mm(grad.t(), a, offs).transpose(1, 2)
+    return torch.ops.moe_rt.grouped_mm(grad.t(), a, offs).mT
 
 
 def add_gradient_of_weight(total: Tensor | None, a: Tensor, grad: Tensor, offs: Tensor, contiguous: bool) -> Tensor:
@@ -327,7 +327,7 @@ def add_gradient_of_weight(total: Tensor | None, a: Tensor, grad: Tensor, offs: 
         return _gradient_of_weight(a, grad, offs, contiguous)
     if a.device.type != "cpu" or not _cpu_multiplies(a.dtype):
         return total.add_(_gradient_of_weight(a, grad, offs, contiguous))
-    left, right, sums = (a, grad, total) if contiguous else (grad, a, total.transpose(1, 2))
+    left, right, sums = (a, grad, total) if contiguous else (grad, a, total.mT)
     for e, (i, j) in enumerate(_spans(offs)):
         if i < j:
             sums[e].addmm_(left[i:j].t(), right[i:j])

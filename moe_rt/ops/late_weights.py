@@ -64,7 +64,7 @@ class _Gradient:
 
     num_products = 0
     _backward: int | None = None
-    _awaited = 0
+    _awaited: int
     _total: Tensor | None = None
     _last: tuple[Tensor, Tensor, Tensor, bool] | None = None
 
@@ -115,6 +115,6 @@ class _Product(torch.autograd.Function):
         a, b, offs = ctx.saved_tensors
         grad, grad_a = grad.contiguous(), None
         if ctx.needs_input_grad[0]:
-            grad_a = torch.ops.moe_rt.grouped_mm(grad, b.transpose(1, 2), offs, ctx.row_wise)
+            grad_a = torch.ops.moe_rt.grouped_mm(grad, b.mT, offs, ctx.row_wise)
         ctx.gradient.add(a, grad, offs, b.is_contiguous())
         return grad_a, None, None, None, None
