@@ -66,6 +66,19 @@ def test_which_experts_have_a_kernel(activation: Any, layout: Any, interleaved: 
     assert config.has_kernel == (activation == "swiglu" and layout != "split" and not interleaved)
 
 
+def test_experts_by_default() -> None:
+    config = ExpertsConfig()
+    assert (config.activation, config.weight_layout, config.biases, config.interleaved) == (
+        "swiglu",
+        "hf",
+        False,
+        False,
+    )
+    assert (config.swiglu_alpha, config.swiglu_limit) == (1.702, 7.0)
+    with pytest.raises(InvalidConfig, match=r"^interleaved: got True"):
+        ExpertsConfig(activation="relu2", interleaved=True, swiglu_limit=0.0)
+
+
 def test_limits_are_above_zero() -> None:
     assert ExpertsConfig(swiglu_limit=1e-9).swiglu_limit == 1e-9
     for wrong in (0.0, -1.0, float("nan")):
