@@ -282,6 +282,7 @@ def test_other_kinds_of_parameters_are_left_alone() -> None:
     module.register_parameter("none", None)
     module.spread_over(2, GROUP, (0, 1), 4)
     assert type(module.own) is Own
+    assert module.dtype is torch.float32
     assert isinstance(module.usual, Part)
     assert module.none is None
 
