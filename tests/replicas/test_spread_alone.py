@@ -265,7 +265,7 @@ def test_experts_of_a_model_are_found() -> None:
 
 
 class Own(nn.Parameter):
-    """A parameter with rules of its own."""
+    """A subclass of a parameter."""
 
 
 def test_a_pickle_belongs_to_no_group_of_another_process() -> None:
