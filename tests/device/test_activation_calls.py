@@ -70,7 +70,7 @@ def test_kernels_are_compiled_once_for_each_dtype(gpus: dict[torch.device, Any])
 
 @pytest.mark.parametrize("rows", [1, 3, 100, 1000])
 def test_what_a_launch_is_given(gpus: dict[torch.device, Any], rows: int) -> None:
-    """A thread takes 16 bytes of the output; there are no more blocks than the GPU holds."""
+    """A thread takes 16 bytes of the output, and blocks do not exceed what the GPU holds."""
     gate_up, offs, grad = torch.ones(rows, 200), offs_of(0, rows, rows), torch.ones(rows, 100)
     out = swiglu(gate_up, offs)
     back = swiglu_backward(grad, gate_up, offs)

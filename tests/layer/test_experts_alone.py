@@ -66,6 +66,19 @@ def test_which_experts_have_a_kernel(activation: Any, layout: Any, interleaved: 
     assert config.has_kernel == (activation == "swiglu" and layout != "split" and not interleaved)
 
 
+def test_experts_by_default() -> None:
+    config = ExpertsConfig()
+    assert (config.activation, config.weight_layout, config.biases, config.interleaved) == (
+        "swiglu",
+        "hf",
+        False,
+        False,
+    )
+    assert (config.swiglu_alpha, config.swiglu_limit) == (1.702, 7.0)
+    with pytest.raises(InvalidConfig, match=r"^interleaved: got True"):
+        ExpertsConfig(activation="relu2", interleaved=True, swiglu_limit=0.0)
+
+
 def test_limits_are_above_zero() -> None:
     assert ExpertsConfig(swiglu_limit=1e-9).swiglu_limit == 1e-9
     for wrong in (0.0, -1.0, float("nan")):
@@ -195,9 +208,9 @@ def test_a_shared_expert_by_hand(activation: Any, gated_output: bool, row_wise: 
     module = SharedExpert(H, W, config, gated_output=gated_output)
     module.reset_parameters()
     module.row_wise = row_wise
-    names = ["up_proj.weight", "down_proj.weight", "output_gate.weight"[: 18 * gated_output]]
-    names += ["gate_proj.weight"] if activation != "relu2" else []
-    assert {name for name, _ in module.named_parameters()} == set(names) - {""}
+    names = ["up_proj", "down_proj"] + ["output_gate"] * gated_output
+    names = names if activation == "relu2" else ["gate_proj", *names]
+    assert [name for name, _ in module.named_parameters()] == [f"{name}.weight" for name in names]
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         x = drawn(2, 5, H, dtype=dtype)
         w = {name.split(".")[0]: p.detach().to(dtype) for name, p in module.named_parameters()}

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from moe_rt import Buffer, MoEConfig, MoELayer, ThreadGroup
 from moe_rt.config.placement import Placement
-from moe_rt.errors import InvalidConfig
+from moe_rt.errors import InvalidConfig, InvalidInput
 from moe_rt.nn import layer as layer_module
 from moe_rt.nn.experts import Experts, SharedExpert
 from moe_rt.nn.router import Router
+from moe_rt.routes.session import RECORDS, REPLAYS
 
 Shown = list[tuple[str, list[int] | None, dict[str, Tensor]]]
 
@@ -48,6 +49,8 @@ def test_what_a_layer_shows(num_chunks: int) -> None:
     same_weights(plain, layer)
     x = torch.randn(TOKENS, HIDDEN)
     shown = shown_by(layer, x)
+    ops = [op.op for op in layer.buffer.report().ranks[0].last_ops]
+    assert [ops.count(op) for op in ("dispatch", "combine")] == [num_chunks] * 2
     assert [(op, sorted(tensors)) for op, _, tensors in shown] == [
         ("route", ["ids", "weights", "x"]),
         ("dispatch", ["rows", "weights"]),
@@ -116,6 +119,39 @@ def test_no_routes_are_noted_unless_recorded(monkeypatch: pytest.MonkeyPatch) ->
     layer = MoELayer(config(), ThreadGroup.make(1)[0])
     layer(torch.randn(2, HIDDEN))
     assert layer.routes_sizes()[:2] == (EXPERTS, TOPK)
+
+
+def test_what_is_recorded_and_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record holds the router's choice, and a replay needs the input, K and the layer's id."""
+    noted: list[Any] = []
+    monkeypatch.setattr(layer_module, "note_routes", lambda *given: noted.append(given) or given[0])
+    choice = config(expert_choice=0.3, norm_topk=False)
+    layer, x = MoELayer(choice, ThreadGroup.make(1)[0]), torch.randn(4, HIDDEN)
+    layer.routing, layer.routes_id = RECORDS, 77
+    with torch.no_grad():
+        layer.router.weight.zero_()
+        _, aux = layer(x)
+    ((idx, chosen, number),) = noted
+    assert number == 77
+    assert torch.equal(chosen, aux.topk_idx)
+    assert not torch.equal(idx, chosen), "a token that no expert took is no padding"
+
+    def replayed(*given: Any) -> Tensor:
+        noted.append(given)
+        return torch.arange(TOPK).expand(4, TOPK)
+
+    noted.clear()
+    monkeypatch.setattr(layer_module, "recorded_routes", replayed)
+    layer = MoELayer(config(), ThreadGroup.make(1)[0])
+    layer.routing, layer.routes_id = REPLAYS, 78
+    assert layer(x)[1].tokens_per_expert.tolist() == [4] * TOPK + [0] * (EXPERTS - TOPK)
+    ((given, num_topk, number),) = noted
+    assert given is x
+    assert (num_topk, number) == (TOPK, 78)
+    with pytest.raises(InvalidInput, match=r"^topk_idx: got a tensor while routes are replayed, expected None"):
+        layer(x, torch.zeros(4, TOPK, dtype=torch.int64))
+    with pytest.raises(InvalidInput, match=r"^x: got a NoneType"):
+        layer(None)  # type: ignore[arg-type]
 
 
 def test_every_expert_has_weights_of_its_own() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -261,3 +262,36 @@ def test_experts_of_a_model_are_found() -> None:
     assert [(path, inner) for path, _, inner in spread_modules(one)] == [("", one)]
     assert names_in(one, "") == {"gate_up_proj", "down_proj", HELD}
     assert [path for path, *_ in spread_modules(Holder(one))] == ["experts"]
+
+
+class Own(nn.Parameter):
+    """A subclass of a parameter."""
+
+
+def test_a_pickle_belongs_to_no_group_of_another_process() -> None:
+    loaded = pickle.loads(pickle.dumps(experts()))
+    assert set(kinds(loaded).values()) == {None}
+    assert loaded.process_group is None
+    assert (loaded.expert_ids, loaded.num_ranks) == ((2, 3), 2)
+    assert torch.equal(loaded.down_proj, experts().down_proj.to_local())  # type: ignore[operator]
+
+
+def test_other_kinds_of_parameters_are_left_alone() -> None:
+    module = SpreadModule()
+    module.own, module.usual = Own(torch.ones(2, 3)), nn.Parameter(torch.ones(2, 3))
+    module.register_parameter("none", None)
+    module.spread_over(2, GROUP, (0, 1), 4)
+    assert type(module.own) is Own
+    assert module.dtype is torch.float32
+    assert isinstance(module.usual, Part)
+    assert module.none is None
+
+
+def test_ids_are_on_the_cpu() -> None:
+    """The host reads them, which must not wait for a GPU."""
+    module = SpreadModule()
+    with torch.device("meta"):
+        module.usual = nn.Parameter(torch.ones(2, 3))
+        module.spread_over(2, GROUP, (0, 1), 4)
+    assert module.get_buffer(HELD).tolist() == [0, 1]
+    assert module.usual.is_meta
