@@ -155,12 +155,15 @@ struct Case {
     const std::vector<char> row = encoded(numbers);
     expect(same(published.at(), row), "a published row");
     const int32_t to[] = {3, -1, 0};
-    Rows out(4 * row_bytes);
+    Rows out(4 * row_bytes), again(travels);
     run([&](const auto& rows) {
-      rows.spread(out.at(), to, 3, row.data());
+      rows.encode(again.at(), x.at() + 2 * row_bytes);
+      rows.meet();  // lanes read what others have written
+      rows.spread(out.at(), to, 3, again.at());
       rows.clear(out.at(), 2);
     });
-    out.check("a spread row");
+    out.check("a spread row"), again.check("an encoded row");
+    expect(same(again.at(), row), "an encoded row");
     std::vector<Acc> read;
     for (int i = 0; i < hidden; ++i) read.push_back(decoded(row.data(), i));
     const std::vector<char> nothing(row_bytes, kUntouched), zeros(row_bytes);
@@ -212,7 +215,7 @@ struct Case {
     Rows g = drawn(1), y = drawn(n + 2), out((n + 2) * row_bytes);
     std::vector<int32_t> at;
     std::vector<Acc> weights;
-    for (int c = 0; c < n; ++c) at.push_back(draw() % 4 == 0 ? -1 : n + 1 - c), weights.push_back(Acc(c - 2));
+    for (int c = 0; c < n; ++c) at.push_back(draw() % 4 == 0 ? -1 : n - 1 - c), weights.push_back(Acc(c - 2));
     std::vector<std::vector<Acc>> dots(kWarp, std::vector<Acc>(n));
     run([&](const auto& rows) {
       rows.scale_dots(out.at(), y.at(), at.data(), weights.data(), g.at(), dots[rows.group.lane()].data(), n);
