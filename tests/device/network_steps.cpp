@@ -86,7 +86,7 @@ struct Group : Lanes::Coop {
   }
 };
 
-// Rank 1 of five, which maps rank 4 besides itself.
+// Rank 1 of five, which maps itself and rank 4.
 struct Rank {
   Shape s{.num_ranks = kRanks,
           .num_experts = 5,
@@ -234,8 +234,35 @@ struct Machine {
   RdmaSignals<Recording> link() const { return links.link(); }
 };
 
-// Ranks 0 and 3 have announced, rank 0 a refusal; rank 2 announces nothing if `late`, else as rank 3 does. Their lists
-// name their last three entries; the copies of rank 3 end past the list.
+constexpr int kFirst = kTokens * kTopk - 3;  // the last three entries of the lists
+
+// Peers' lists name their last three entries; the copies of rank 3 end past the list.
+void fill_lists(Rank& r) {
+  for (const int peer : {0, 2, 3}) {
+    World theirs = r.w;
+    theirs.base = r.segments.data(), theirs.mirror = nullptr;
+    const auto lists = RouteLists<float>::view(theirs, peer, kWindow);
+    lists.pull_offs.put(kMe, kFirst), lists.pull_offs.put(kMe + 1, kFirst + 3), lists.pull_offs.put(kMe + 2, 99);
+    lists.copy_offs.put(kMe, kFirst), lists.copy_offs.put(kMe + 1, kFirst + 3), lists.copy_offs.put(kMe + 2, 99);
+    for (int i = 0; i < 3; ++i) lists.pulls.put(kFirst + i, {7, 8, 9, 10 + i}), lists.weights.put(kFirst + i, 0.5f + i);
+    if (peer == 3) lists.copy_offs.put(kMe + 1, kTokens * kTopk + 1);
+  }
+}
+
+// Each lane's gets of a peer's lists.
+Log gets_of(const Rank& r, int lanes, int peer) {
+  const Layout::Window& o = r.layout.window[kWindow];
+  Log all;
+  const auto gets = [&](int64_t offset, int64_t bytes) {
+    for (int lane = 0; lane < lanes; ++lane) all.push_back(text("get", {lane, peer, offset, bytes}));
+  };
+  gets(o.counts, o.pulls - o.counts);
+  gets(o.pulls + kFirst * 16, 3 * 16);
+  if (peer != 3) gets(o.copies + kFirst * 16, 3 * 16), gets(o.weights + kFirst * 4, 3 * 4);
+  return all;
+}
+
+// Ranks 0 and 3 have announced, rank 0 a refusal; rank 2 announces nothing if `late`, else as rank 3 does.
 void check_lists(int lanes, int blocks, bool backwards, bool late, bool failed) {
   Rank r;
   DeviceState state{};
@@ -249,30 +276,12 @@ void check_lists(int lanes, int blocks, bool backwards, bool late, bool failed) 
   if (!late) announce(2);
   header.refuse(Code::kInvalidInput, 1, 2);
   announce(0);
-  const Layout::Window& o = r.layout.window[kWindow];
-  for (const int peer : {0, 2, 3}) {
-    World theirs = r.w;
-    theirs.base = r.segments.data(), theirs.mirror = nullptr;
-    const auto lists = RouteLists<float>::view(theirs, peer, kWindow);
-    const int first = kTokens * kTopk - 3;
-    lists.pull_offs.put(kMe, first), lists.pull_offs.put(kMe + 1, first + 3), lists.pull_offs.put(kMe + 2, 99);
-    lists.copy_offs.put(kMe, first), lists.copy_offs.put(kMe + 1, first + 3), lists.copy_offs.put(kMe + 2, 99);
-    for (int i = 0; i < 3; ++i) lists.pulls.put(first + i, {7, 8, 9, 10 + i}), lists.weights.put(first + i, 0.5f + i);
-    if (peer == 3) lists.copy_offs.put(kMe + 1, kTokens * kTopk + 1);
-  }
+  fill_lists(r);
   Log wanted;
-  const auto add = [&](int peer) {
-    const auto gets = [&](int64_t offset, int64_t bytes) {
-      for (int lane = 0; lane < lanes; ++lane) wanted.push_back(text("get", {lane, peer, offset, bytes}));
-    };
-    gets(o.counts, o.pulls - o.counts);
-    const int64_t first = kTokens * kTopk - 3;
-    gets(o.pulls + first * 16, 3 * 16);
-    if (peer == 3) return;
-    gets(o.copies + first * 16, 3 * 16), gets(o.weights + first * 4, 3 * 4);
-  };
-  if (!failed && !late) add(2);
-  if (!failed) add(3);
+  for (const int peer : {2, 3}) {
+    const Log gets = failed || (late && peer == 2) ? Log{} : gets_of(r, lanes, peer);
+    wanted.insert(wanted.end(), gets.begin(), gets.end());
+  }
   const Links links{r.symmetric, r.net};
   int64_t now = 0;
   for (int index = 0; index < blocks; ++index) {
@@ -292,7 +301,7 @@ void check_lists(int lanes, int blocks, bool backwards, bool late, bool failed) 
   if (!late && !failed) {
     const auto lists = RouteLists<float>::view(r.w, 2, kWindow);
     for (int i = 0; i < 3; ++i) {
-      const int at = kTokens * kTopk - 3 + i;
+      const int at = kFirst + i;
       expect(lists.pulls[at].copies == 10 + i && lists.weights[at] == 0.5f + i,
              "entries are here where they are there");
     }

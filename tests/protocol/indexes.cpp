@@ -36,7 +36,7 @@ struct Group {
   std::vector<std::unique_ptr<char[]>> memory;
   std::vector<char*> base;
   World w{};
-  // What source r sends: counts of each of my experts, and numbers of pulls and copies for each rank.
+  // Counts that each source sends for each of my experts, and numbers of its pulls and copies for each rank.
   std::vector<std::vector<int32_t>> counts, pulls, copies;
 
   Group(int num_ranks, int num_local_, int tokens, int topk, RecvLayout by, int alignment, bool pushed_)
@@ -94,7 +94,7 @@ struct Index {
   int bad = -2;
   std::vector<int> full;
 
-  // With capacity < 0 only the blocks are indexed.
+  // Indexes only the blocks if capacity < 0.
   Index(const Group& g, int lanes, int64_t expert_rows, int64_t capacity)
       : ints(Blocks::num_ints(g.s, g.num_local) + 8, -7),
         offs(std::max(g.s.num_ranks, g.num_local) + 1, -7),
@@ -119,96 +119,105 @@ struct Index {
   }
 };
 
-void check_index(const Group& g, int lanes, int64_t expert_rows, const std::string& what) {
-  const int num_ranks = g.s.num_ranks;
-  // Place of every row: experts in order, each from a multiple of the alignment or of expert_rows on.
-  std::vector<std::vector<int64_t>> starts(g.num_local);
-  std::vector<int64_t> rows, ends;
-  int64_t next = 0;
-  for (int e = 0; e < g.num_local; ++e) {
-    if (expert_rows) next = e * expert_rows;
-    while (!expert_rows && next % g.s.alignment != 0) ++next;
-    for (int r = 0; r < num_ranks; ++r) {
-      starts[e].push_back(next);
-      for (int i = 0; i < g.counts[r][e]; ++i) rows.push_back(next++);
-    }
-    ends.push_back(next);
-  }
-  int64_t num_pulled = 0, num_copies = 0, own_pulls = 0;
-  std::vector<int64_t> sources;  // end of each source's tokens
-  for (int r = 0; r < num_ranks; ++r) {
-    if (r == g.me) own_pulls = num_pulled;
-    num_pulled += g.pulls[r][g.me], num_copies += g.copies[r][g.me];
-    sources.push_back(num_pulled);
-  }
-  const bool by_token = g.s.by_token();
-  const int64_t num_rows =
-      by_token ? num_pulled : ends.back() + (g.s.alignment - ends.back() % g.s.alignment) % g.s.alignment;
-  for (const int64_t capacity : {num_rows + 5, num_rows, num_rows - 1, num_rows / 2, int64_t{1}}) {
-    if (capacity < 1) continue;
-    // All others have just the space that they need, or one of them has one row less.
-    const int short_of = int(draw() % (num_ranks + 1)) - 1;
-    int expected_full = -1;
-    for (int r = num_ranks - 1; r >= 0; --r) {
-      int64_t needed = 0;
-      for (int source = 0; source < num_ranks; ++source) {
-        needed += (by_token ? g.pulls : g.copies)[source][r];
-      }
-      const int64_t room = needed + g.w.num_local_experts_of(r) * (g.s.alignment - 1) - (r == short_of);
-      g.w.mailbox(g.me, Kind::kDispatch, r).header[kSeq % 2].capacity = int32_t(room);
-      g.w.mailbox(g.me, Kind::kDispatch, r).header[1 - kSeq % 2].capacity = -1;
-      if (r == short_of || (draw() % 3 == 0 && r > short_of && short_of >= 0)) {
-        g.w.mailbox(g.me, Kind::kDispatch, r).header[kSeq % 2].capacity = int32_t(room - (r != short_of));
-        expected_full = r;
-      }
-    }
-    const Index found(g, lanes, expert_rows, capacity);
-    const Blocks& b = found.blocks;
-    expect(found.bad == -1, what + ": lists are refused");
+// All rows of a rank, one by one: experts in order, each from a multiple of the alignment or of expert_rows on.
+struct Model {
+  std::vector<std::vector<int64_t>> starts;  // of each expert's blocks
+  std::vector<int64_t> rows, ends, parts;    // places of rows; ends of experts, and of the parts of recv_x
+  int64_t num_pulled = 0, num_copies = 0, own_pulls = 0, num_rows = 0;
+
+  Model(const Group& g, int64_t expert_rows) : starts(g.num_local) {
+    int64_t next = 0;
+    const auto align = [&] {
+      while (next % g.s.alignment != 0) ++next;
+    };
     for (int e = 0; e < g.num_local; ++e) {
-      expect(b.ends[e] == ends[e], what + ": the end of an expert");
-      for (int r = 0; r < num_ranks; ++r) {
-        expect(b.start[e * num_ranks + r] == starts[e][r], what + ": the start of a block");
-        const int64_t end = r + 1 < num_ranks ? starts[e][r + 1] : ends[e];
-        expect(b.end(e, r, num_ranks) == end, what + ": the end of a block");
+      if (expert_rows) next = e * expert_rows;
+      for (int r = 0; r < g.s.num_ranks; ++r) {
+        starts[e].push_back(next);
+        for (int i = 0; i < g.counts[r][e]; ++i) rows.push_back(next++);
       }
+      ends.push_back(next);
+      align();
+      if (!g.s.by_token()) parts.push_back(next);
     }
-    int64_t pulled = 0, copied = 0;
+    for (int r = 0; r < g.s.num_ranks; ++r) {
+      if (r == g.me) own_pulls = num_pulled;
+      num_pulled += g.pulls[r][g.me], num_copies += g.copies[r][g.me];
+      if (g.s.by_token()) parts.push_back(num_pulled);
+    }
+    num_rows = parts.back();
+  }
+};
+
+// Announces what space each rank has: just what it needs or, for one or more, a row less. Returns the lowest of these.
+int announce_capacities(const Group& g) {
+  const int num_ranks = g.s.num_ranks, short_of = int(draw() % (num_ranks + 1)) - 1;
+  for (int r = 0; r < num_ranks; ++r) {
+    int64_t room = g.w.num_local_experts_of(r) * (g.s.alignment - 1);
+    for (int source = 0; source < num_ranks; ++source) room += (g.s.by_token() ? g.pulls : g.copies)[source][r];
+    if (short_of >= 0 && (r == short_of || (r > short_of && draw() % 3 == 0))) --room;
+    Mailbox& mailbox = g.w.mailbox(g.me, Kind::kDispatch, r);
+    mailbox.header[kSeq % 2].capacity = int32_t(room), mailbox.header[1 - kSeq % 2].capacity = -1;
+    expect(announced_capacity(g.w, kSeq, r) == room, "the capacity of a rank");
+    expect(room_for_rows(g.w, kSeq, r) == room - g.w.num_local_experts_of(r) * (g.s.alignment - 1), "room for rows");
+  }
+  return short_of;
+}
+
+void check_blocks(const Group& g, const Model& model, const Blocks& b, const std::string& what) {
+  const int num_ranks = g.s.num_ranks;
+  for (int e = 0; e < g.num_local; ++e) {
+    expect(b.ends[e] == model.ends[e], what + ": the end of an expert");
     for (int r = 0; r < num_ranks; ++r) {
-      expect(b.pull_start[r] == pulled && b.copy_start[r] == copied, what + ": the start of a source");
-      expect(b.first_pull[r] == g.lists(r).pull_offs[g.me], what + ": the first pull");
-      expect(b.first_copy[r] == g.lists(r).copy_offs[g.me], what + ": the first copy");
-      pulled += g.pulls[r][g.me], copied += g.copies[r][g.me];
+      expect(b.start[e * num_ranks + r] == model.starts[e][r], what + ": the start of a block");
+      const int64_t end = r + 1 < num_ranks ? model.starts[e][r + 1] : model.ends[e];
+      expect(b.end(e, r, num_ranks) == end, what + ": the end of a block");
     }
-    expect(b.pull_start[num_ranks] == num_pulled && b.copy_start[num_ranks] == num_copies, what + ": the last end");
-    for (const int full : found.full) expect(full == expected_full, what + ": the rank that overflows");
-    const int num_parts = by_token ? num_ranks : g.num_local;
-    for (int part = 0; part < num_parts; ++part) {
-      int64_t end = by_token ? sources[part] : ends[part];
-      while (!by_token && end % g.s.alignment != 0) ++end;
-      expect(b.part_end(g.w, part) == end, what + ": the end of a part");
-      expect(found.offs[part] == std::min(end, capacity) - part * expert_rows, what + ": offs");
-    }
-    expect(found.offs[num_parts] == -7, what + ": one more of offs");
-    const int64_t dropped = by_token
-                                ? std::max<int64_t>(0, num_pulled - capacity)
-                                : std::count_if(rows.begin(), rows.end(), [&](int64_t r) { return r >= capacity; });
-    std::vector<int32_t> ints = found.plan_ints;
-    const RecvPlan plan = RecvPlan::view(ints.data(), g.s, g.num_local);
-    const RecvPlan::Head& h = *plan.head;
-    expect(h.mark == kMark && h.seq == kSeq && h.num_tokens == 3 && h.capacity == capacity, what + ": whose plan");
-    expect(h.num_pulled == num_pulled && h.num_copies == num_copies, what + ": the sizes of the plan");
-    expect(h.first_own == own_pulls && h.num_own == g.pulls[g.me][g.me], what + ": own tokens in the plan");
-    expect(h.num_rows == std::min(num_rows, capacity), what + ": rows in the plan");
-    if (!expert_rows) expect(h.num_dropped == dropped, what + ": rows that are dropped");
-    for (int e = 0; g.s.alignment > 1 && e < g.num_local; ++e) {
-      expect(plan.ends[e] == std::min(ends[e], capacity), what + ": the end of an expert in the plan");
-    }
-    for (int r = 0; r < num_ranks; ++r) {
-      const int64_t room = g.w.mailbox(g.me, Kind::kDispatch, r).header[kSeq % 2].capacity;
-      expect(announced_capacity(g.w, kSeq, r) == room, what + ": the capacity of a rank");
-      expect(room_for_rows(g.w, kSeq, r) == room - g.w.num_local_experts_of(r) * (g.s.alignment - 1), what + ": room");
-    }
+  }
+  int64_t pulled = 0, copied = 0;
+  for (int r = 0; r < num_ranks; ++r) {
+    expect(b.pull_start[r] == pulled && b.copy_start[r] == copied, what + ": the start of a source");
+    expect(b.first_pull[r] == g.lists(r).pull_offs[g.me], what + ": the first pull");
+    expect(b.first_copy[r] == g.lists(r).copy_offs[g.me], what + ": the first copy");
+    pulled += g.pulls[r][g.me], copied += g.copies[r][g.me];
+  }
+  expect(b.pull_start[num_ranks] == pulled && b.copy_start[num_ranks] == copied, what + ": the last end");
+}
+
+void check_plan(const Group& g, const Model& model, Index& found, int64_t capacity, int64_t expert_rows,
+                const std::string& what) {
+  for (size_t part = 0; part < model.parts.size(); ++part) {
+    const int64_t end = model.parts[part];
+    expect(found.blocks.part_end(g.w, int64_t(part)) == end, what + ": the end of a part");
+    expect(found.offs[part] == std::min(end, capacity) - int64_t(part) * expert_rows, what + ": offs");
+  }
+  expect(found.offs[model.parts.size()] == -7, what + ": one more of offs");
+  const auto past = [capacity](int64_t row) { return row >= capacity; };
+  const int64_t dropped = g.s.by_token() ? std::max<int64_t>(0, model.num_pulled - capacity)
+                                         : std::count_if(model.rows.begin(), model.rows.end(), past);
+  const RecvPlan plan = RecvPlan::view(found.plan_ints.data(), g.s, g.num_local);
+  const RecvPlan::Head& h = *plan.head;
+  expect(h.mark == kMark && h.seq == kSeq && h.num_tokens == 3 && h.capacity == capacity, what + ": whose plan");
+  expect(h.num_pulled == model.num_pulled && h.num_copies == model.num_copies, what + ": the sizes of the plan");
+  expect(h.first_own == model.own_pulls && h.num_own == g.pulls[g.me][g.me], what + ": own tokens in the plan");
+  expect(h.num_rows == std::min(model.num_rows, capacity), what + ": rows in the plan");
+  if (!expert_rows) expect(h.num_dropped == dropped, what + ": rows that are dropped");
+  for (int e = 0; g.s.alignment > 1 && e < g.num_local; ++e) {
+    expect(plan.ends[e] == std::min(model.ends[e], capacity), what + ": the end of an expert in the plan");
+  }
+}
+
+void check_index(const Group& g, int lanes, int64_t expert_rows, const std::string& what) {
+  const Model model(g, expert_rows);
+  const int64_t n = model.num_rows;
+  for (const int64_t capacity : {n + 5, n, n - 1, n / 2, int64_t{1}}) {
+    if (capacity < 1) continue;
+    const int full = announce_capacities(g);
+    Index found(g, lanes, expert_rows, capacity);
+    expect(found.bad == -1, what + ": lists are refused");
+    for (const int of_lane : found.full) expect(of_lane == full, what + ": the rank that overflows");
+    check_blocks(g, model, found.blocks, what);
+    check_plan(g, model, found, capacity, expert_rows, what);
   }
 }
 
@@ -253,6 +262,23 @@ void check_most(int lanes) {
   check_index(g, lanes, 0, "every token at every expert, " + std::to_string(lanes) + " lanes");
 }
 
+// Every token visits the first expert and one that the same lane counts, if several lanes check a source together.
+void check_one_lanes_experts(int lanes) {
+  constexpr int kLast = tuning::kLanesOfSource;
+  Group g(2, kLast + 1, 9, 2, RecvLayout::kExperts, 1, false);
+  for (int r = 0; r < 2; ++r) {
+    const auto lists = g.lists(r);
+    for (int e = 0; e <= kLast; ++e) {
+      g.counts[r][e] = e % kLast == 0 ? 9 : 0;
+      lists.counts.put(g.placement.rank_first[g.me] + e, g.counts[r][e]);
+    }
+    lists.pull_offs.put(0, 0), lists.pull_offs.put(1, 0), lists.pull_offs.put(2, 9);
+    lists.copy_offs.put(0, 0), lists.copy_offs.put(1, 0), lists.copy_offs.put(2, 18);
+    g.pulls[r] = {0, 9}, g.copies[r] = {0, 18};
+  }
+  check_index(g, lanes, 0, "two experts of one lane, " + std::to_string(lanes) + " lanes");
+}
+
 }  // namespace
 
 int main() {
@@ -274,9 +300,9 @@ int main() {
     }
     check_most(lanes);
   }
-  // With this many lanes, several check one source together.
+  // Lets several lanes check one source together.
   constexpr int kLanes = 2 * tuning::kLanesOfSource;
-  check_most(kLanes), check_most(kLanes + 3);
+  check_most(kLanes), check_most(kLanes + 3), check_one_lanes_experts(kLanes);
   Group many(2, 70, 5, 80, RecvLayout::kExperts, 1, false);
   check_index(many, kLanes, 0, "many lanes");
   check_refusals(many, kLanes, "many lanes");

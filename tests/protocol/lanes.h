@@ -4,6 +4,7 @@
 
 #include <ucontext.h>
 
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <vector>
@@ -25,22 +26,26 @@ class Lanes {
     Range share(int64_t n) const { return chunk(n); }
   };
 
-  // Runs fn(coop) on all lanes. Returns false if some of them have ended while others wait for them.
+  // Runs fn(coop) on all lanes until they end. Returns false if some have ended while others still waited for them, which
+  // only lanes of different warps may do.
   static bool run(int size, bool backwards, const std::function<void(const Coop&)>& fn) {
     Lanes lanes(size, fn);
-    while (lanes.num_ended_ == 0) {
+    bool together = true;
+    for (int running = size; running > 0;) {
       for (int i = 0; i < size; ++i) {
-        lanes.current_ = backwards ? size - 1 - i : i;
-        swapcontext(&lanes.caller_, &lanes.contexts_[lanes.current_]);
+        const int lane = lanes.current_ = backwards ? size - 1 - i : i;
+        if (!lanes.ended_[lane]) swapcontext(&lanes.caller_, &lanes.contexts_[lane]);
       }
+      running = int(std::count(lanes.ended_.begin(), lanes.ended_.end(), false));
+      together = together && (running == 0 || running == size);
     }
-    return lanes.num_ended_ == size;
+    return together;
   }
 
  private:
   static constexpr size_t kStack = 64 << 10;
 
-  Lanes(int size, const std::function<void(const Coop&)>& fn) : fn_(fn), contexts_(size) {
+  Lanes(int size, const std::function<void(const Coop&)>& fn) : fn_(fn), contexts_(size), ended_(size) {
     for (int lane = 0; lane < size; ++lane) {
       stacks_.emplace_back(new char[kStack]);
       ucontext_t& context = contexts_[lane];
@@ -58,8 +63,9 @@ class Lanes {
   }
   static void enter() {
     Lanes& lanes = *running();
-    lanes.fn_(Coop{lanes.current_, int(lanes.contexts_.size()), &lanes});
-    ++lanes.num_ended_;
+    const int lane = lanes.current_;
+    lanes.fn_(Coop{lane, int(lanes.contexts_.size()), &lanes});
+    lanes.ended_[lane] = true;
   }
   void pass(int lane) { swapcontext(&contexts_[lane], &caller_); }
 
@@ -67,7 +73,8 @@ class Lanes {
   std::vector<ucontext_t> contexts_;
   std::vector<std::unique_ptr<char[]>> stacks_;
   ucontext_t caller_{};
-  int current_ = 0, num_ended_ = 0;
+  std::vector<bool> ended_;
+  int current_ = 0;
 };
 
 }  // namespace moe_rt

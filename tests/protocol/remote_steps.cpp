@@ -87,7 +87,7 @@ struct Recording final : Network {
 
 bool interrupted() { return true; }
 
-// Rank 1 of four, which maps rank 3 besides itself.
+// Rank 1 of four, which maps itself and rank 3.
 struct Rank {
   Shape s{.num_ranks = kRanks,
           .num_experts = 8,

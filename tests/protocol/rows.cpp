@@ -265,71 +265,64 @@ void check_copies() {
 
 // The primitives as roles call them: rows of tensors by number, sources that are missing, rows that were dropped.
 template <class E>
-void check_roles(Codec codec) {
+struct Roles {
   using Acc = typename E::Acc;
-  constexpr int64_t kHidden = 150, kRow = kHidden * E::kBytes;
-  constexpr int32_t kRows[] = {2, -1, 0};
-  const auto& fn = kTable.functions<Acc>(E::kElem);
-  for (const bool stream : {false, true}) {
-    const HostRows<Acc> rows{&kTable, &fn, kHidden, E::kBytes, stream, codec};
-    expect(rows.tensor_row_bytes() == kRow && rows.coded() == (codec != Codec::kRaw), "a row of a tensor");
-    expect(rows.encoded_row_bytes() == (rows.coded() ? codec_parts(kHidden).bytes() : kRow), "a row as it travels");
-    Row x = drawn_row<E>(3 * kHidden, 0, false), y = drawn_row<E>(3 * kHidden, 0, false);
+  static constexpr int64_t kHidden = 150, kRow = kHidden * E::kBytes;
+  static constexpr int32_t kRows[] = {2, -1, 0};
+  const Functions<Acc>& fn;
+  HostRows<Acc> rows;
+  int64_t bytes = rows.encoded_row_bytes();
+  Row x = drawn_row<E>(3 * kHidden, 0, false), y = drawn_row<E>(3 * kHidden, 0, false);
+  const std::vector<char> nothing = std::vector<char>(kRow, kUntouched), zeros = std::vector<char>(kRow);
+
+  // Makes a row as it travels, of a sum.
+  void leaves(const char* const* srcs, const Acc* weights, int n, char* dst) const {
+    if (!rows.coded()) return fn.weighted_sum(dst, srcs, weights, n, kHidden, false);
+    if constexpr (sizeof(Acc) == 4) fn.encode_sum(rows.codec, dst, srcs, weights, n, kHidden);
+  }
+  // Adds up rows as they travel.
+  void arrives(const char* const* srcs, const Acc* weights, int n, char* dst) const {
+    if (!rows.coded()) return fn.weighted_sum(dst, srcs, weights, n, kHidden, false);
+    if constexpr (sizeof(Acc) == 4) fn.decode_sum(rows.codec, dst, srcs, weights, n, kHidden);
+  }
+
+  void check_moves() {
+    expect(rows.tensor_row_bytes() == kRow, "a row of a tensor");
+    expect(bytes == (rows.coded() ? codec_parts(kHidden).bytes() : kRow), "a row as it travels");
     const Acc one = 1;
-    // A row as it travels, and what becomes of it.
-    const auto travels = [&](const char* src, char* dst) {
-      if (rows.coded()) {
-        if constexpr (sizeof(Acc) == 4) fn.encode_sum(codec, dst, &src, &one, 1, kHidden);
-      } else {
-        std::memcpy(dst, src, kRow);
-      }
-    };
-    const auto arrives = [&](const char* const* srcs, const Acc* weights, int n, char* dst) {
-      if (rows.coded()) {
-        if constexpr (sizeof(Acc) == 4) fn.decode_sum(codec, dst, srcs, weights, n, kHidden);
-      } else {
-        fn.weighted_sum(dst, srcs, weights, n, kHidden, false);
-      }
-    };
-    const int64_t bytes = rows.encoded_row_bytes();
-    Row published(bytes, 0), expected(bytes, 0);
+    Row published(bytes, 0), expected(bytes, 0), to(3 * kRow, 0), spread(kRow, 0);
     rows.publish(published.at(), x.at(), 2);
-    travels(x.at() + 2 * kRow, expected.at());
+    const char *const last = x.at() + 2 * kRow, *const src = published.at();
+    leaves(&last, &one, 1, expected.at());
     published.check_margins("a published row");
     expect(!std::memcmp(published.at(), expected.at(), bytes), "a published row");
-
-    Row to(3 * kRow, 0), spread(kRow, 0);
-    rows.spread(to.at(), kRows, 3, published.at());
-    const char* const src = published.at();
+    rows.spread(to.at(), kRows, 3, src);
     arrives(&src, &one, 1, spread.at());
-    to.check_margins("a spread row");
-    const std::vector<char> nothing(kRow, kUntouched), zeros(kRow);
-    for (const int row : {0, 1, 2}) {
-      const char* const wanted = row == 1 ? nothing.data() : spread.at();
-      expect(!std::memcmp(to.at() + row * kRow, wanted, kRow), "row " + std::to_string(row) + " of a spread row");
-    }
+    const auto check = [&](const std::vector<char>& second, const std::string& what) {
+      to.check_margins(what);
+      for (const int row : {0, 1, 2}) {
+        const char* const wanted = row == 1 ? second.data() : spread.at();
+        expect(!std::memcmp(to.at() + row * kRow, wanted, kRow), what + ": row " + std::to_string(row));
+      }
+    };
+    check(nothing, "a spread row");
     rows.clear(to.at(), 1);
-    to.check_margins("a cleared row");
-    for (const int row : {0, 1, 2}) {
-      const char* const wanted = row == 1 ? zeros.data() : spread.at();
-      expect(!std::memcmp(to.at() + row * kRow, wanted, kRow), "row " + std::to_string(row) + " with one cleared");
-    }
+    check(zeros, "a cleared row");
+  }
 
-    // Sources that are missing take their weights along.
+  // Sources that are missing take their weights along.
+  void check_sums() {
     const char* given[] = {nullptr, x.at(), nullptr, x.at() + kRow, y.at()};
     const char* const kept[] = {x.at(), x.at() + kRow, y.at()};
     Acc weights[] = {Acc(7), Acc(2), Acc(5), Acc(-3), Acc(0.5)};
     const Acc kept_weights[] = {Acc(2), Acc(-3), Acc(0.5)}, ones[] = {1, 1, 1};
     Row sum(bytes, 0), right(bytes, 0);
     rows.encode_sum(sum.at(), given, weights, 5);
-    if (!rows.coded()) fn.weighted_sum(right.at(), kept, kept_weights, 3, kHidden, false);
-    if constexpr (sizeof(Acc) == 4) {
-      if (rows.coded()) fn.encode_sum(codec, right.at(), kept, kept_weights, 3, kHidden);
-    }
+    leaves(kept, kept_weights, 3, right.at());
     expect(!std::memcmp(sum.at(), right.at(), bytes), "a sum without missing rows");
 
     Row first(bytes, 0), second(bytes, 0);
-    travels(x.at(), first.at()), travels(y.at(), second.at());
+    leaves(&kept[0], ones, 1, first.at()), leaves(&kept[2], ones, 1, second.at());
     const char* there[] = {first.at(), nullptr, second.at(), first.at()};
     const char* const present[] = {first.at(), second.at(), first.at()};
     Acc of_there[] = {Acc(2), Acc(9), Acc(-3), Acc(0.5)};
@@ -340,7 +333,9 @@ void check_roles(Codec codec) {
     rows.decode_weighted(reduced.at(), there, of_there, 4);
     arrives(present, kept_weights, 3, wanted.at());
     expect(!std::memcmp(reduced.at(), wanted.at(), kRow), "a weighted sum of rows as they travel");
+  }
 
+  void check_gradients() {
     Row grads(3 * kRow, 0), scaled(kRow, 0);
     const Acc factors[] = {Acc(2), Acc(9), Acc(-3)};
     Acc dots[] = {77, 77, 77};
@@ -351,6 +346,16 @@ void check_roles(Codec codec) {
       expect(dots[c] == dot && !std::memcmp(grads.at() + kRows[c] * kRow, scaled.at(), kRow), "a row's gradient");
     }
     expect(dots[1] == 77 && !std::memcmp(grads.at() + kRow, nothing.data(), kRow), "the gradient of a dropped row");
+  }
+};
+
+template <class E>
+void check_roles(Codec codec) {
+  const auto& fn = kTable.functions<typename E::Acc>(E::kElem);
+  for (const bool stream : {false, true}) {
+    Roles<E> roles{fn, {&kTable, &fn, Roles<E>::kHidden, E::kBytes, stream, codec}};
+    expect(roles.rows.coded() == (codec != Codec::kRaw), "whether rows are coded");
+    roles.check_moves(), roles.check_sums(), roles.check_gradients();
   }
 }
 

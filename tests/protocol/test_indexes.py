@@ -1,4 +1,4 @@
-"""A receiver's index of its rows equals a list of all rows, for random lists, any number of lanes, and at every bound."""
+"""A receiver's index equals a list of all its rows, for random lists, any number of lanes, and at every bound."""
 
 from __future__ import annotations
 
