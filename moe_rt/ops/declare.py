@@ -191,9 +191,8 @@ class TorchOp:
 
     function: Any = None  # the autograd.Function of calls past the dispatcher, if the op has one
     record: Any = None  # its `apply` without what torch does there for torch.func, which takes a fifth of the time
-    require_no_loss = (
-        ""  # the engine's method that refuses inputs whose gradients would be lost, if the op has a Function
-    )
+    # Method of the engine that refuses inputs whose gradients would be lost, if the op has a Function.
+    require_no_loss = ""
     differentiable: tuple[str, ...] = ()
 
     def __init__(
