@@ -260,3 +260,73 @@ def test_info_tells() -> None:
     text = CliRunner().invoke(main, ["info"]).output
     assert "or ucx on several hosts" in text
     assert f"UCX          {_engine.ucx_version(ucx.library())}, {ucx.library()}" in text
+
+
+class FakeNetwork:
+    """UCX in one process, which notes the peers that it is connected to; `refuses` is the message of a refusal."""
+
+    refuses = ""
+
+    def __init__(self, **given: Any) -> None:
+        os.fstat(given["descriptor"])
+        self.given, self.connected = given, list[dict[str, Any]]()
+
+    def address(self) -> bytes:
+        return b"own"
+
+    def secret(self) -> int:
+        return 5
+
+    def connect(self, **given: Any) -> None:
+        self.connected.append(given)
+        if self.refuses:
+            raise RuntimeError(self.refuses)
+
+    def flushed(self, peer: int) -> bool:
+        return True
+
+    def lost(self, peer: int) -> bool:
+        return False
+
+
+class Remote(Told):
+    """The other rank is on another host, and has this record of its segment."""
+
+    def all_gather(self, payload: str, timeout_s: float) -> list[str]:
+        own = json.loads(payload)
+        other = {**own, **({"where": "there"} if "where" in own else {})}
+        if "remote" in own:
+            other = {"host": "there", "remote": {"address": "AAAA", "secret": 9}, "to": own["to"]}
+        return [payload, json.dumps(other)]
+
+
+@pytest.mark.parametrize("refuses", ["", "no route"])
+def test_a_rank_maps_its_own_host_and_connects_to_others(monkeypatch: pytest.MonkeyPatch, refuses: str) -> None:
+    made: list[FakeNetwork] = []
+    kind = type("Fake", (FakeNetwork,), {"refuses": refuses})
+    monkeypatch.setattr(ucx._engine, "UcxNetwork", lambda **given: made.append(kind(**given)) or made[-1])
+    monkeypatch.setattr(ucx, "library", lambda: "the library")
+    monkeypatch.setattr(ucx._engine, "ucx_version", lambda name: "1.18.0")
+    shape, before = make_spec(2).shape(), len(os.listdir("/proc/self/fd"))
+    if refuses:
+        with pytest.raises(InvalidConfig) as raised:
+            ucx.allocate(Remote(), shape, 1.0)  # type: ignore[arg-type]
+        assert raised.value.args[0].startswith(
+            'heap "ucx": got "no route", expected a network device that UCX can use; '
+        )
+        assert len(os.listdir("/proc/self/fd")) == before
+        return
+    segments = ucx.allocate(Remote(), shape, 1.0)  # type: ignore[arg-type]
+    (network,) = made
+    assert {name: network.given[name] for name in ("library", "shape", "rank")} == {
+        "library": "the library",
+        "shape": shape,
+        "rank": 0,
+    }
+    assert network.connected == [{"peer": 1, "address": b"\0\0\0", "secret": 9}]
+    assert segments.network is network
+    assert (segments.addresses[1], segments.mappings[1], segments.members[1]) == (0, None, (0, 0))
+    assert segments.members[0][0] == os.getpid()
+    assert len(segments.mappings[0]) == shape.segment_bytes()
+    assert len(os.listdir("/proc/self/fd")) == before + 1, "what keeps the segment mapped"
+    segments.release()
