@@ -101,6 +101,36 @@ def test_a_wait_ends_the_ops_before_it_and_itself(waited: int) -> None:
     assert engine.noted[3:] == [("second", tag) for tag in range(3)], "each ends once, in order"
 
 
+def test_an_ended_op_does_not_hide_those_after_it() -> None:
+    engine: Any = Engine(depth=3)
+    first, second = begin(engine, 0), begin(engine, 1)
+    engine.dispatch_finish(second)  # which ends the first also
+    third = begin(engine, 2)
+    engine.dispatch_finish(third)
+    engine.dispatch_finish(first)
+    assert [tag for half, tag in engine.noted if half == "second"] == [0, 1, 2]
+
+
+OPS = {
+    "dispatch": Op.DISPATCH,
+    "dispatch_scaled": Op.DISPATCH,
+    "combine": Op.COMBINE,
+    "dispatch_backward": Op.DISPATCH_BACKWARD,
+    "combine_backward": Op.COMBINE_BACKWARD,
+    "combine_tokens_backward": Op.COMBINE_BACKWARD,
+}
+
+
+@pytest.mark.parametrize("method", OPS)
+def test_halves_of_each_method(method: str) -> None:
+    engine: Any = Engine()
+    setattr(engine, method, lambda *given, start: start("args", 4, *given) or "outputs")
+    ticket = getattr(engine, f"{method}_begin")(X)
+    (begun,) = engine._begun
+    assert (begun.op, begun.method, begun.tag) == (OPS[method], method, 4)
+    assert getattr(engine, f"{method}_finish")(ticket) == "outputs"
+
+
 def test_an_op_is_waited_for_once_and_by_its_own_method() -> None:
     engine: Any = Engine(depth=2)
     first, second = begin(engine, 7), engine.combine_begin(X, IDS, WEIGHTS, 8, None)

@@ -227,9 +227,10 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, Heap, list
         group, chosen = ThreadGroup.make(1)[0], Backend("heap", gpu)  # type: ignore[arg-type]
         how = BufferOptions(init_timeout_s=50.0, **options)
         if kind == "cpu":
-            backend._make_cpu_engine(chosen, group, spec, how, "the fault")  # type: ignore[arg-type]
+            engine: Any = backend._make_cpu_engine(chosen, group, spec, how, "the fault")  # type: ignore[arg-type]
         else:
-            backend._make_cuda_engine(chosen, gpu, group, spec, how)
+            engine = backend._make_cuda_engine(chosen, gpu, group, spec, how)
+        assert isinstance(engine, Made)
         return given
 
     return making
