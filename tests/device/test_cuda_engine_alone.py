@@ -110,13 +110,13 @@ def test_halves_of_an_op_are_in_one_channel(outputs: Any) -> None:
 @pytest.mark.parametrize("captured", [True, False])
 def test_both_halves_are_in_one_graph_or_in_none(captured: bool) -> None:
     noted: list[Any] = []
-    engine, op = rank(noted, capturing=not captured), begun()
+    engine, op = rank(noted, capturing=not captured), begun(Op.COMBINE)
     op.captured, op.outputs = captured, ()
     where = "a captured graph" if captured else "no graph"
     with pytest.raises(InvalidInput) as raised:
         engine._run_second(op)
     expected = f"wait: got an op begun in {where}, expected both halves in one graph, or in none"
-    assert (raised.value.args[0], raised.value.rank, raised.value.op) == (expected, RANK, Op.DISPATCH)
+    assert (raised.value.args[0], raised.value.rank, raised.value.op) == (expected, RANK, Op.COMBINE)
     assert noted == []
 
 

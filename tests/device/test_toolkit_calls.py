@@ -10,7 +10,7 @@ import pytest
 from device.fake_toolkit import COMPILED, LINKED, NvJitLink, Nvrtc, Result, toolkit
 from device.jit_tools import write_small_source
 
-from moe_rt.engine.gpu import jit, nvrtc
+from moe_rt.engine.gpu import cubins, jit, nvrtc
 from moe_rt.engine.gpu.jit import Binary, Resources, compile_kernels, compile_ptx
 from moe_rt.engine.gpu.libraries import NCCL, NVSHMEM, Library
 from moe_rt.engine.gpu.nvrtc import Toolkit, compile_program, link_program
@@ -195,6 +195,17 @@ def test_an_entry_is_found_with_all_that_was_saved(monkeypatch: pytest.MonkeyPat
     assert [call[0] for call in made.nvrtc.calls].count("compile") == 1, "the second is not compiled"
     assert sorted(path.suffix for path in cached.iterdir()) == [".cubin"]
     assert not compiled(monkeypatch, root, made, cache=False).from_cache
+
+
+def test_without_a_cache_each_call_compiles(monkeypatch: pytest.MonkeyPatch, root: Path, cached: Path) -> None:
+    monkeypatch.setattr(cubins, "_warn", lambda message: None)
+    cached.touch()  # a file in its place
+    made = toolkit()
+    for count in (1, 2):
+        binary = compiled(monkeypatch, root, made)
+        assert (binary.cubin, binary.resources, binary.from_cache) == (b"CUBIN of program", NEEDS, False)
+        assert 0 <= binary.seconds < 600
+        assert [call[0] for call in made.nvrtc.calls].count("compile") == count
 
 
 def test_what_another_rank_saved_meanwhile_is_taken(monkeypatch: pytest.MonkeyPatch, root: Path, cached: Path) -> None:

@@ -154,6 +154,14 @@ def test_a_refusal_is_raised_unless_the_group_has_failed(code: Code, is_refused:
         assert raised.value.__cause__ is error
 
 
+def test_ops_under_way_end_before_a_whole_op() -> None:
+    noted: list[Any] = []
+    engine = rank(noted, changes={"depth": 2})
+    engine._begun = (begun(),)
+    engine._run(Op.DISPATCH, ARGS, 7)
+    assert noted == [("finish", ARGS, 9), ("dispatch", ARGS, 7)]
+
+
 def test_ops_under_way_end_before_a_refusal() -> None:
     noted: list[Any] = []
     engine = rank(noted, refuse=status(0))

@@ -227,9 +227,10 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, Heap, list
         group, chosen = ThreadGroup.make(1)[0], Backend("heap", gpu)  # type: ignore[arg-type]
         how = BufferOptions(init_timeout_s=50.0, **options)
         if kind == "cpu":
-            backend._make_cpu_engine(chosen, group, spec, how, "the fault")  # type: ignore[arg-type]
+            engine: Any = backend._make_cpu_engine(chosen, group, spec, how, "the fault")  # type: ignore[arg-type]
         else:
-            backend._make_cuda_engine(chosen, gpu, group, spec, how)
+            engine = backend._make_cuda_engine(chosen, gpu, group, spec, how)
+        assert isinstance(engine, Made)
         return given
 
     return making
@@ -413,3 +414,49 @@ def test_the_first_failure_may_be_a_peers(error: Any, may_follow: bool, health: 
     engine: Any = SimpleNamespace(health=ask)
     assert backend.first_failure(engine, error) is (health if may_follow and is_first else None)
     assert len(asked) == may_follow
+
+
+@pytest.mark.parametrize("gpu", [None, GPU])
+def test_ranks_agree_before_memory_is_shared(monkeypatch: pytest.MonkeyPatch, gpu: Any) -> None:
+    noted: list[Any] = []
+    group = ThreadGroup.make(1)[0]
+    chosen, hosts = Backend("auto", gpu), Backend("threads", gpu)  # type: ignore[arg-type]
+
+    def note(name: str, returns: Any = None) -> Callable[..., Any]:
+        return lambda *given: noted.append((name, *given)) or returns
+
+    class Options(BufferOptions):
+        def check_own(self) -> None:
+            noted.append(("check",))
+
+    options, sizes = Options(init_timeout_s=50.0), {"hidden": 20}
+    spec = make_spec(1)
+    routed = replace(spec, route="flat")
+    monkeypatch.setattr(backend, "choose_backend", note("choose", chosen))
+    monkeypatch.setattr(backend, "planned", note("planned", "the fault"))
+    monkeypatch.setattr(backend, "reach", note("reach"))
+    monkeypatch.setattr(
+        backend.BufferSpec, "make", lambda *given, **named: noted.append(("spec", *given, named)) or spec
+    )
+    monkeypatch.setattr(backend, "agree", note("agree"))
+    monkeypatch.setattr(backend, "find_hosts", note("hosts", hosts))
+    monkeypatch.setattr(backend, "choose_route", note("route", routed))
+    monkeypatch.setattr(backend, "_make_cpu_engine", note("cpu", "its engine"))
+    monkeypatch.setattr(backend, "_make_cuda_engine", note("cuda", "its engine"))
+    assert backend.open_engine(group, options, sizes) == (routed, "threads", "its engine")
+    last = (
+        ("cpu", hosts, group, routed, options, "the fault")
+        if gpu is None
+        else ("cuda", hosts, gpu, group, routed, options)
+    )
+    assert noted == [
+        ("choose", group, "auto"),
+        ("planned", 0, 1, gpu is None),
+        ("reach", "the fault", backend.Point.PRE_RENDEZVOUS),
+        ("check",),
+        ("spec", group.topology, options, sizes),
+        ("agree", group, spec.record(), 50.0, "make its configuration"),
+        ("hosts", chosen, group, spec, 50.0),
+        ("route", spec, hosts),
+        last,
+    ]

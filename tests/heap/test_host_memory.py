@@ -6,7 +6,6 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +18,7 @@ from moe_rt import ThreadGroup
 from moe_rt.errors import (
     CorruptPeer,
     InvalidConfig,
-    MoeRtError,
     OutOfSharedMemory,
-    PeerTimeout,
     SegmentPermission,
 )
 from moe_rt.memory import loopback, segments, shm, threads, ucx
@@ -318,81 +315,6 @@ def test_ranks_that_share_a_gpu_name_themselves() -> None:
     errors = ThreadRanks(2).outcomes(lambda group: loopback.allocate(group, PAGE, 60.0, Full()))  # type: ignore[arg-type]
     assert [type(error) for error in errors] == [OutOfSharedMemory] * 2
     assert [(error.rank, error.peer) for error in errors] == [(0, -1), (1, 0)]
-
-
-class Clock:
-    """The time of a test, which passes when somebody sleeps."""
-
-    def __init__(self, step: float) -> None:
-        self.now, self.step, self.sleeps = 100.0, step, 0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        assert 0 < seconds < 0.1
-        self.now, self.sleeps = self.now + self.step, self.sleeps + 1
-
-
-Waited = tuple[MoeRtError | None, list[Any], Clock]
-
-
-@pytest.fixture
-def wait(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Waited]:
-    """Return wait(flushed_after, step, lost), which returns the error, if any, what was noted, and the clock."""
-
-    def waiting(flushed_after: int, step: float = 1.0, lost: bool = False) -> Waited:
-        noted: list[Any] = []
-        polls = dict.fromkeys(range(3), 0)
-
-        def flushed(peer: int) -> bool:
-            polls[peer] += 1
-            return polls[peer] > flushed_after
-
-        network = SimpleNamespace(flushed=flushed, lost=lambda peer: lost, problem=lambda peer: f"problem of {peer}")
-        rendezvous: Any = SimpleNamespace(rank=1, raise_first_failure=lambda: noted.append("looked"))
-        clock = Clock(step)
-        monkeypatch.setattr(ucx, "time", clock)
-        monkeypatch.setattr(
-            ucx, "warn", lambda rank, waited, missing, limit: noted.append((rank, waited, missing, limit))
-        )
-        made = Segments([160, 320, 0], [None] * 3, [b"", b"", None], network=network)
-        try:
-            ucx._await_connections(rendezvous, made, 10.0)
-        except MoeRtError as error:
-            return error, noted, clock
-        assert polls == {0: 0, 1: 0, 2: flushed_after + 1}, "only remote ranks are waited for"
-        return None, noted, clock
-
-    return waiting
-
-
-@pytest.mark.parametrize("polls", [0, 1, 2, 3, 10])
-def test_a_wait_for_a_connection_looks_for_failures_and_warns_once(wait: Any, polls: int) -> None:
-    error, noted, clock = wait(polls)
-    assert error is None
-    assert clock.sleeps == polls
-    assert noted.count("looked") == polls
-    assert [entry for entry in noted if entry != "looked"] == [(1, 2.0, [2], 10.0)] * (polls > 2), "after a tenth"
-
-
-def test_a_wait_for_a_connection_ends(wait: Any) -> None:
-    error, noted, clock = wait(99)
-    assert type(error) is PeerTimeout
-    assert error.args[0].startswith("rank 1 did not reach rank 2 over UCX within 10 s; UCX_NET_DEVICES names")
-    assert (error.rank, error.peer, clock.sleeps) == (1, 2, 11)
-    assert len([entry for entry in noted if entry != "looked"]) == 1
-    error, noted, clock = wait(99, step=50.0)
-    assert type(error) is PeerTimeout
-    assert noted == ["looked", "looked", (1, 50.0, [2], 10.0)], "it warns also if both limits have passed"
-
-
-def test_a_connection_that_is_lost_says_why(wait: Any) -> None:
-    error, _, _ = wait(1, lost=True)
-    assert type(error) is InvalidConfig
-    got = 'rank 1 cannot reach rank 2: got "problem of 2" from UCX, expected a network that both share; UCX_NET_DEVICES'
-    assert error.args[0].startswith(got)
-    assert (error.rank, error.peer) == (1, 2)
 
 
 @pytest.mark.parametrize(("length", "taken"), [(4, True), (1 << 16, True), ((1 << 16) + 4, False)])

@@ -393,3 +393,21 @@ def test_names_of_engines_say_what_graphs_depend_on(calls: Any) -> None:
     with pytest.raises(GroupClosed) as raised:
         engine_by_id(7)
     assert raised.value.args[0] == "buffer 7: got an op on a buffer that no longer exists, expected an open one"
+
+
+def test_plain_tensors_are_read_by_c_without_checks_in_python(calls: Any) -> None:
+    """It reads them at any address, as CPU ranks need no alignment; anything else is left to Python."""
+    reader = calls().engine._reader
+    x, ids, weights = routing()
+    y, recv_weights, recv_plan, send_plan = operands()
+    odd = torch.ones(T * H + 1)[1:].view(T, H)
+    for rows in (x, odd):
+        assert reader.dispatch(rows, ids, weights) == T
+    assert reader.dispatch(x, ids.int(), weights) == T
+    assert reader.combine(y, recv_weights, recv_plan, send_plan) == (N, CAPACITY, T)
+    assert reader.combine_backward(x, y, recv_weights, recv_plan)
+    assert reader.dispatch(strided(x), ids, weights) == -1
+    assert reader.dispatch(x.double(), ids, weights) == -1
+    assert reader.dispatch(x.to("meta"), ids, weights) == -1
+    assert reader.combine(strided(y), recv_weights, recv_plan, send_plan) is None
+    assert not reader.combine_backward(strided(x), y, recv_weights, recv_plan)
