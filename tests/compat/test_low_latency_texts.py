@@ -297,6 +297,14 @@ def test_what_a_buffer_refuses() -> None:
     buffer.clean_low_latency_buffer(8, 512, 4)
 
 
+def test_ops_of_a_gpu_run_on_its_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = ThreadGroup.make(1)[0]
+    buffers = deep_ep.Buffer(group), deep_ep.ElasticBuffer(group, 2 << 20)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "stream")
+    assert [buffer.get_comm_stream() for buffer in buffers] == ["stream", "stream"]
+
+
 def test_a_layout_is_of_int64_ids_and_experts_of_every_rank() -> None:
     buffer = deep_ep.Buffer(ThreadGroup.make(2)[1])
     ids = torch.tensor([[0, 3]])
