@@ -198,6 +198,42 @@ def test_hooks_are_called_once_in_any_order() -> None:
     on_two_ranks(make, work)
 
 
+@pytest.mark.parametrize("refused", [False, True])
+@pytest.mark.parametrize("name", ["dispatch", "combine"])
+def test_an_op_completes_the_one_before_it(name: str, refused: bool) -> None:
+    """Its hook then only says that the results are there."""
+
+    def work(buffer: deep_ep.Buffer, rank: int) -> None:
+        recv_x, _, handle, _, _ = buffer.low_latency_dispatch(**given(rank))
+        routing = {"topk_idx": JOB.topk_idx[rank], "topk_weights": JOB.topk_weights[rank], "handle": handle}
+        right = buffer.low_latency_combine(recv_x, **routing)[0]
+
+        def last() -> None:
+            x = recv_x.float() if refused else recv_x
+            if name == "combine":
+                buffer.low_latency_combine(x, **routing)
+            else:
+                buffer.low_latency_dispatch(**{**given(rank), "x": JOB.x[rank].float() if refused else JOB.x[rank]})
+
+        stats = zeros(2, dtype=torch.int32)
+        options = {"return_recv_hook": True, "cumulative_local_expert_recv_stats": stats}
+        _, count, _, _, hook = buffer.low_latency_dispatch(**given(rank), **options)
+        assert (count == -1).all()
+        assert said(last).startswith(f"rank {rank}: x: got torch.float32" if refused else "")
+        assert (count >= 0).all()
+        assert torch.equal(stats, count)
+        hook()
+        assert torch.equal(stats, count)
+        out = torch.full_like(right, 7.0)
+        _, _, hook = buffer.low_latency_combine(recv_x, **routing, out=out, return_recv_hook=True)
+        assert (out == 7.0).all()
+        said(last)
+        assert torch.equal(out, right)
+        hook()
+
+    on_two_ranks(make, work)
+
+
 def test_hooks_that_were_never_called_are_named_when_the_buffer_ends() -> None:
     def work(group: ThreadGroup) -> str:
         buffer = deep_ep.Buffer(group, BYTES, BYTES, True, explicitly_destroy=True, timeout_s=60)
