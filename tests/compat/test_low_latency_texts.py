@@ -11,6 +11,7 @@ from compat.test_normal import BYTES, dispatch
 from compat.texts import Cases, across, check, f32, on_two_ranks, said, zeros
 
 from moe_rt import Buffer, ThreadGroup
+from moe_rt.buffer import packed
 from moe_rt.compat import deep_ep
 from moe_rt.compat.deep_ep.config import low_latency_bytes
 from moe_rt.compat.deep_ep.low_latency import LowLatencyHandle
@@ -291,6 +292,49 @@ def test_waits_for_peers_are_added() -> None:
         assert int(again[0, 1 - rank]) == after - before
 
     on_two_ranks(make, work)
+
+
+@pytest.mark.parametrize("hook", [False, True])
+def test_waits_of_one_op_are_what_it_adds(monkeypatch: pytest.MonkeyPatch, hook: bool) -> None:
+    """Buffers count more nanoseconds each time that they are asked: here ten for rank 0 and a hundred for rank 1."""
+    asked: dict[Buffer, int] = {}
+
+    def waited_ns(self: Buffer) -> list[int]:
+        asked[self] = asked.get(self, 0) + 1
+        return [10 * asked[self], 100 * asked[self]]
+
+    def work(buffer: deep_ep.Buffer, rank: int) -> None:
+        buffer.low_latency_dispatch(**given(rank))
+        monkeypatch.setattr(Buffer, "waited_ns", waited_ns)
+        waits, again = torch.tensor([1, 2]), torch.tensor([[3, 4]])
+        options: dict[str, Any] = {"dispatch_wait_recv_cost_stats": waits, "return_recv_hook": hook}
+        recv_x, _, handle, _, receive = buffer.low_latency_dispatch(**given(rank), **options)
+        if receive is not None:
+            assert waits.tolist() == [1, 2]
+            receive()
+        assert waits.tolist() == [11, 102]
+        routing = JOB.topk_idx[rank], JOB.topk_weights[rank], handle
+        options = {"combine_wait_recv_cost_stats": again, "return_recv_hook": hook}
+        receive = buffer.low_latency_combine(recv_x, *routing, **options)[2]
+        if receive is not None:
+            receive()
+        assert again.tolist() == [[13, 104]]
+
+    on_two_ranks(make, work)
+
+
+def test_a_hook_that_failed_was_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = deep_ep.Buffer(ThreadGroup.make(1)[0], 0, BYTES, True, explicitly_destroy=True)
+    hook = buffer.low_latency_dispatch(zeros(1, 512), torch.zeros(1, 1).long(), 4, 2, return_recv_hook=True)[-1]
+
+    def finish(self: packed.Half) -> None:
+        raise GroupClosed("got nothing")
+
+    monkeypatch.setattr(packed.Half, "finish", finish)
+    assert hook is not None
+    assert said(hook) == "got nothing"
+    assert said(hook).startswith("rank 0: low_latency_dispatch: hook: got a second call")
+    assert said(buffer.destroy) == ""
 
 
 def test_ranks_that_count_no_waits_add_none(monkeypatch: pytest.MonkeyPatch) -> None:
