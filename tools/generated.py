@@ -210,7 +210,9 @@ class _Language:
     def _in_any_order(self, first: Node, second: Node) -> bool:
         """True if both set attributes to values without calls, and neither uses the other's."""
         return all(
-            left.type == "attribute" and "(" not in self.said(node) and self.said(left) not in self.said(other)
+            left.type == "attribute"
+            and not re.search(r"[\w\])]\(", self.said(node))
+            and not re.search(rf"{re.escape(self.said(left))}\b", self.said(other))
             for node, other in ((first, second), (second, first))
             for left in self._left_of(node) or [node]
         )

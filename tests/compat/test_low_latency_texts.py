@@ -11,6 +11,7 @@ from compat.test_normal import BYTES, dispatch
 from compat.texts import Cases, across, check, f32, on_two_ranks, said, zeros
 
 from moe_rt import Buffer, ThreadGroup
+from moe_rt.buffer import packed
 from moe_rt.compat import deep_ep
 from moe_rt.compat.deep_ep.config import low_latency_bytes
 from moe_rt.compat.deep_ep.low_latency import LowLatencyHandle
@@ -198,6 +199,42 @@ def test_hooks_are_called_once_in_any_order() -> None:
     on_two_ranks(make, work)
 
 
+@pytest.mark.parametrize("refused", [False, True])
+@pytest.mark.parametrize("name", ["dispatch", "combine"])
+def test_an_op_completes_the_one_before_it(name: str, refused: bool) -> None:
+    """Its hook then only says that the results are there."""
+
+    def work(buffer: deep_ep.Buffer, rank: int) -> None:
+        recv_x, _, handle, _, _ = buffer.low_latency_dispatch(**given(rank))
+        routing = {"topk_idx": JOB.topk_idx[rank], "topk_weights": JOB.topk_weights[rank], "handle": handle}
+        right = buffer.low_latency_combine(recv_x, **routing)[0]
+
+        def last() -> None:
+            x = recv_x.float() if refused else recv_x
+            if name == "combine":
+                buffer.low_latency_combine(x, **routing)
+            else:
+                buffer.low_latency_dispatch(**{**given(rank), "x": JOB.x[rank].float() if refused else JOB.x[rank]})
+
+        stats = zeros(2, dtype=torch.int32)
+        options = {"return_recv_hook": True, "cumulative_local_expert_recv_stats": stats}
+        _, count, _, _, hook = buffer.low_latency_dispatch(**given(rank), **options)
+        assert (count == -1).all()
+        assert said(last).startswith(f"rank {rank}: x: got torch.float32" if refused else "")
+        assert (count >= 0).all()
+        assert torch.equal(stats, count)
+        hook()
+        assert torch.equal(stats, count)
+        out = torch.full_like(right, 7.0)
+        _, _, hook = buffer.low_latency_combine(recv_x, **routing, out=out, return_recv_hook=True)
+        assert (out == 7.0).all()
+        said(last)
+        assert torch.equal(out, right)
+        hook()
+
+    on_two_ranks(make, work)
+
+
 def test_hooks_that_were_never_called_are_named_when_the_buffer_ends() -> None:
     def work(group: ThreadGroup) -> str:
         buffer = deep_ep.Buffer(group, BYTES, BYTES, True, explicitly_destroy=True, timeout_s=60)
@@ -257,6 +294,49 @@ def test_waits_for_peers_are_added() -> None:
     on_two_ranks(make, work)
 
 
+@pytest.mark.parametrize("hook", [False, True])
+def test_waits_of_one_op_are_what_it_adds(monkeypatch: pytest.MonkeyPatch, hook: bool) -> None:
+    """Buffers count more nanoseconds each time that they are asked: here ten for rank 0 and a hundred for rank 1."""
+    asked: dict[Buffer, int] = {}
+
+    def waited_ns(self: Buffer) -> list[int]:
+        asked[self] = asked.get(self, 0) + 1
+        return [10 * asked[self], 100 * asked[self]]
+
+    def work(buffer: deep_ep.Buffer, rank: int) -> None:
+        buffer.low_latency_dispatch(**given(rank))
+        monkeypatch.setattr(Buffer, "waited_ns", waited_ns)
+        waits, again = torch.tensor([1, 2]), torch.tensor([[3, 4]])
+        options: dict[str, Any] = {"dispatch_wait_recv_cost_stats": waits, "return_recv_hook": hook}
+        recv_x, _, handle, _, receive = buffer.low_latency_dispatch(**given(rank), **options)
+        if receive is not None:
+            assert waits.tolist() == [1, 2]
+            receive()
+        assert waits.tolist() == [11, 102]
+        routing = JOB.topk_idx[rank], JOB.topk_weights[rank], handle
+        options = {"combine_wait_recv_cost_stats": again, "return_recv_hook": hook}
+        receive = buffer.low_latency_combine(recv_x, *routing, **options)[2]
+        if receive is not None:
+            receive()
+        assert again.tolist() == [[13, 104]]
+
+    on_two_ranks(make, work)
+
+
+def test_a_hook_that_failed_was_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = deep_ep.Buffer(ThreadGroup.make(1)[0], 0, BYTES, True, explicitly_destroy=True)
+    hook = buffer.low_latency_dispatch(zeros(1, 512), torch.zeros(1, 1).long(), 4, 2, return_recv_hook=True)[-1]
+
+    def finish(self: packed.Half) -> None:
+        raise GroupClosed("got nothing")
+
+    monkeypatch.setattr(packed.Half, "finish", finish)
+    assert hook is not None
+    assert said(hook) == "got nothing"
+    assert said(hook).startswith("rank 0: low_latency_dispatch: hook: got a second call")
+    assert said(buffer.destroy) == ""
+
+
 def test_ranks_that_count_no_waits_add_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA ranks count none."""
     monkeypatch.setattr(Buffer, "waited_ns", lambda self: [])
@@ -295,6 +375,14 @@ def test_what_a_buffer_refuses() -> None:
             call()
         assert str(caught.value).removeprefix("rank 0: ").startswith(f"{text} (")
     buffer.clean_low_latency_buffer(8, 512, 4)
+
+
+def test_ops_of_a_gpu_run_on_its_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = ThreadGroup.make(1)[0]
+    buffers = deep_ep.Buffer(group), deep_ep.ElasticBuffer(group, 2 << 20)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "stream")
+    assert [buffer.get_comm_stream() for buffer in buffers] == ["stream", "stream"]
 
 
 def test_a_layout_is_of_int64_ids_and_experts_of_every_rank() -> None:

@@ -129,6 +129,7 @@ def test_arguments_whose_order_makes_no_difference_stay(file: str, text: str, sw
     [
         ("s.a = 1", "s.b = c", False),
         ("s.a: list[int] = []", "s.b = 2", False),
+        ("s.a = ()", "s.ab = (1, 2)", False),
         ("s.a = 1", "s.b = s.a", True),
         ("s.a = s.b", "s.b = 2", True),
         ("s.a = 1", "s.b = f()", True),
