@@ -1,4 +1,4 @@
-"""What a rank of a benchmark does in which order, with stand-ins for contestants, clocks and links."""
+"""A rank of a benchmark: its acts in order and its record, with stand-ins for contestants, clocks and links."""
 
 from __future__ import annotations
 
@@ -119,8 +119,8 @@ def test_a_record_of_a_pair(stage: Stage) -> None:
         "device": "a chip",
         "rotations": 3,  # of 2 * 3 * 8 bytes, to fill twice 64 of them
         "absent": {"two": "there is no two"},
-        "line_latency_ns": {"line_latency_ns": 5},
-        "moe_rt": {"heap_bytes": 77, "route": "flat", "observe_pair": 3},
+        "line_latency_ns": {"line_latency_ns": 6},
+        "moe_rt": {"heap_bytes": 77, "route": "flat", "observe_pair": 4},
     }
     first, *rest = stage.done
     assert first == ("measure", 3, 7, 2, True, print)
