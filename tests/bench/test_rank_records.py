@@ -20,10 +20,12 @@ from moe_rt.lab.bench import links, rank, world
 from moe_rt.lab.bench.cases import Case
 from moe_rt.lab.bench.contestants.base import Step, Unavailable
 from moe_rt.lab.bench.contestants.moe import MoeRt, Timed
+from moe_rt.lab.bench.inputs import make_inputs
 from moe_rt.lab.bench.measure import Times
 from moe_rt.lab.bench.rank import Job
 from moe_rt.lab.bench.world import Processor, SpinBarrier, World
 from moe_rt.lab.cluster.cluster import Traffic
+from moe_rt.lab.testing.rounds import WrongOutput
 
 CASE = Case(ranks=2, tokens=3, hidden=4, topk=1, experts=4, name="a case")
 NOTHING: Any = None
@@ -75,6 +77,10 @@ class Stage:
 
             def steps(made, inputs: Any, expect: Any) -> list[Step]:
                 assert not torch.is_grad_enabled()
+                for i, tokens in enumerate(inputs):
+                    assert torch.equal(tokens.x, make_inputs(case, 5, 1, i).x)
+                with pytest.raises(WrongOutput, match="rank 1 received"):
+                    expect.rows(0, inputs[0].x[:0, :1], inputs[0].topk_idx[:0, 0])
                 phases = ("forward", "both") if case.op == "layer" else ("",)
                 return [Step(NOTHING, NOTHING, phase) for phase in phases]
 
@@ -107,7 +113,7 @@ def test_a_record_of_a_pair(stage: Stage) -> None:
     """Contestants are closed one after another; moe_rt's own observations come from the first inputs, and are last."""
     stage.missing["two"] = "there is no two"
     job = job_of(CASE, contestants=["one", "two", "moe_rt", "timed"])
-    record = rank.run_case(world_of(), job, CASE, print)
+    record = rank.run_case(world_of(number=1), job, CASE, print)
     assert record.pop("results") == [
         {"contestant": name, "phase": "", "isolated": [1.0 + i], "free_running": [2.0 + i], "errors": []}
         for i, name in enumerate(("one", "moe_rt", "timed"))
@@ -135,7 +141,9 @@ def test_a_record_of_a_pair(stage: Stage) -> None:
 def test_a_record_of_a_layer(stage: Stage, traced: bool) -> None:
     """Each of moe_rt's kinds adds the events of its own steps to the trace."""
     case = CASE.changed(op="layer")
-    record = rank.run_case(world_of(), job_of(case, contestants=["moe_rt", "one", "timed"], trace=traced), case, print)
+    record = rank.run_case(
+        world_of(number=1), job_of(case, contestants=["moe_rt", "one", "timed"], trace=traced), case, print
+    )
     assert [(r["contestant"], r["phase"]) for r in record["results"]] == [
         (name, phase) for name in ("moe_rt", "one", "timed") for phase in ("forward", "both")
     ]
@@ -148,7 +156,7 @@ def test_a_record_of_a_layer(stage: Stage, traced: bool) -> None:
 
 def test_a_record_of_nodes(stage: Stage) -> None:
     case = CASE.changed(nodes=2, heap="ucx")
-    record = rank.run_case(world_of(), job_of(case), case, print)
+    record = rank.run_case(world_of(number=1), job_of(case), case, print)
     assert (record["least_us"], record["round_trip_us"]) == (9.0, 32.0)
     assert [result["link"] for result in record["results"]] == [
         {"of": ["", "unit of one"]},
@@ -169,6 +177,7 @@ def test_one_rank_without_a_contestant_is_enough(stage: Stage) -> None:
 def test_rank_0_reports(stage: Stage, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(rank, "run_case", lambda world, job, case, progress: progress(0.25) or {"of": case.name})
     job = job_of(CASE, CASE.changed(tokens=1))
+    assert not job.trace
     rank.run_job(world_of(number=1), job)
     assert capsys.readouterr().out == ""
     rank.run_job(world_of(), job)
