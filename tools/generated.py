@@ -1,8 +1,8 @@
 """Generates small wrong changes of Python and C++ sources, from their syntax trees.
 
 A change replaces a range of a file's text. tree-sitter parses both languages, so that a change is of an expression or a
-statement and nearly always compiles. Skipped are types, texts, decorators, assertions (also whether zip is strict), what
-only compilers read, and constants in seconds.
+statement and nearly always compiles. Skipped are types, texts, decorators, assertions and strict zips, what only
+compilers read, and constants in seconds.
 """
 
 from __future__ import annotations

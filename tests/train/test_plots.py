@@ -47,6 +47,7 @@ def drawn_in(directory: Path) -> dict[str, Figure]:
     found: dict[str, Figure] = {}
 
     def save(figure: Figure, path: Path, dpi: int) -> None:
+        assert "a title" in (figure.get_suptitle(), figure.axes[0].get_title()), "it is saved with its title"
         figure.set_dpi(dpi)
         found[path.name] = figure
 

@@ -66,8 +66,8 @@ def limited(kind: str, room: int) -> Iterator[None]:
 
 
 def _unused_descriptors() -> Iterator[int]:
-    used = {int(name) for name in os.listdir("/proc/self/fd")}
-    return (fd for fd in count() if fd not in used)
+    used = Path("/proc/self/fd")
+    return (fd for fd in count() if not os.path.lexists(used / str(fd)))
 
 
 def _address_space() -> int:
