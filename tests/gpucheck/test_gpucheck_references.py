@@ -101,6 +101,20 @@ def test_large_rounds_are_compared_with_torch(monkeypatch: pytest.MonkeyPatch) -
         scale.compare_with_torch("cpu", load, seconds=60.0)
 
 
+def test_rings_are_compared_from_512_tokens_of_one_rank_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[Any] = []
+    monkeypatch.setattr(scale, "LOADS", ((1, 511), (1, 512), (2, 512)))
+    monkeypatch.setattr(scale, "transports", lambda quick: [])
+    monkeypatch.setattr(scale, "from_token_windows", lambda device, size: None)
+    monkeypatch.setattr(scale, "compare_with_torch", lambda device, load, seconds: (compared.append(load), 0)[1])
+    check = Check("cpu")
+    scale.check(check)
+    assert not check.failures
+    assert [(load.ranks, load.tokens, load.num_sms) for load in compared] == [
+        (1, 511, None), (1, 512, None), (1, 512, 8), (2, 512, None),
+    ]  # fmt: skip
+
+
 def test_dropped_rows_are_no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scale, "read", lambda tensor: 3)
     with pytest.raises(WrongOutput, match=r"rank \d: got 3 dropped rows, expected capacity for all"):
