@@ -376,12 +376,12 @@ def test_copies_between_peers(way: str, monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(torch, "ones", kept)
     group: Any = SimpleNamespace(size=lambda: 4, rank=lambda: 2)
-    assert processes.ceiling(group, torch.device("cpu"), way) == 3 * (1 << 16) / 2.0
+    assert processes.ceiling(group, torch.device("meta"), way) == 3 * (1 << 16) / 2.0
     here, there = made[:3], made[3:]
     to, source = (here, there) if way == "read" else (there, here)
     assert len(there) == 3
     assert all(a is b and c is d for (a, c), b, d in zip(copied, to, source, strict=True))
-    assert all(t.nbytes == 1 << 16 for t in made)
+    assert all((t.nbytes, t.device.type) == (1 << 16, "meta") for t in made)
 
 
 def test_ranks_meet_before_each_turn(monkeypatch: pytest.MonkeyPatch) -> None:

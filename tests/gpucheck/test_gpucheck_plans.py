@@ -26,8 +26,11 @@ from moe_rt.lab.check import (
     correctness,
     emulated,
     estimate,
+    graphs,
+    layers,
     loads,
     measuring,
+    pairs,
     processes,
     ring_estimate,
     sanitizing,
@@ -147,6 +150,16 @@ def defaults() -> dict[str, Any]:
     }
 
 
+def repetitions() -> dict[str, Any]:
+    """Return how often what is timed is repeated, and on how many blocks."""
+    return {
+        "pairs": [pairs.WARM_UP, pairs.PAIRS_IN_GRAPH, pairs.REPLAYS, pairs.LOOPS, pairs.OPS_IN_A_ROW],
+        "timing": [*timing.BLOCKS, timing.OVERLAP_WARM_UP, timing.RUNS, timing.QUICK_RUNS],
+        "loads": [loads.WARM_UP, loads.RUNS, loads.QUICK_RUNS],
+        "layers": [layers.WARM_UP, graphs.WARM_UP],
+    }
+
+
 def words() -> dict[str, Any]:
     """Return what steps say where they cannot run, and how tools are called."""
     found: dict[str, Any] = {"emulated": [emulated.CARD, emulated.NOT_REHEARSED], "sanitizer": sanitizing.TOOLS}
@@ -155,7 +168,8 @@ def words() -> dict[str, Any]:
 
 
 PARTS: dict[str, Callable[[], dict[str, Any]]] = {
-    part.__name__: part for part in (steps, cases, loads_of_steps, variants, limits, estimates, defaults, words)
+    part.__name__: part
+    for part in (steps, cases, loads_of_steps, variants, limits, estimates, defaults, repetitions, words)
 }
 
 

@@ -22,7 +22,7 @@ from moe_rt.lab.check.measuring import RANGE, Load, host_waits, kernels
 from moe_rt.lab.check.pairs import launch_turns
 from moe_rt.lab.check.scale import Drawn
 from moe_rt.lab.check.steps import Check, Skipped, Step, perform
-from moe_rt.lab.testing.rounds import WrongOutput
+from moe_rt.lab.testing.rounds import WrongOutput, make_spec
 
 CPU = torch.device("cpu")
 LOADS = [Load(1, 5, 3, 2, 4), Load(2, 4, 8, 3, 6), Load(4, 7, 5, 1, 8), Load(3, 6, 4, 6, 9)]
@@ -79,6 +79,17 @@ def test_outputs_of_experts_that_return_their_rows(load: Load) -> None:
             assert torch.equal(got[token], out.bfloat16())
 
 
+def test_inputs_are_on_the_device_of_ranks() -> None:
+    """They are there whatever torch's default device is."""
+    load, buffer = LOADS[1], SimpleNamespace(spec=make_spec(2))
+    with torch.device("meta"):
+        drawn = Drawn.of(load, 1, CPU)
+        made = [*drawn.xs, *drawn.idx, *drawn.weights, scale.combined(drawn, 0, load)]
+        made += [t for rows in scale.received_rows(drawn, load) for t in rows]
+        made += [*failures._inputs(buffer, CPU), measuring.Flush(CPU, 8)._memory]  # type: ignore[arg-type]
+    assert {t.device.type for t in made} == {"cpu"}
+
+
 def test_large_rounds_are_compared_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """It returns the rows of all ranks; what is wrong is named with its turn and rank."""
     load = Load(2, 6, 16, 2, 4)
@@ -99,6 +110,25 @@ def test_large_rounds_are_compared_with_torch(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Buffer, "dispatch", other_rows)
     with pytest.raises(WrongOutput, match=r"turn 0, rank (0: out|1: recv_x)"):
         scale.compare_with_torch("cpu", load, seconds=60.0)
+
+
+def test_rings_are_compared_from_512_tokens_of_one_rank_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[Any] = []
+
+    def compare(device: Any, load: Load, seconds: float) -> int:
+        compared.append(load)
+        return 0
+
+    monkeypatch.setattr(scale, "LOADS", ((1, 511), (1, 512), (2, 512)))
+    monkeypatch.setattr(scale, "transports", lambda quick: [])
+    monkeypatch.setattr(scale, "from_token_windows", lambda device, size: None)
+    monkeypatch.setattr(scale, "compare_with_torch", compare)
+    check = Check("cpu")
+    scale.check(check)
+    assert not check.failures
+    assert [(load.ranks, load.tokens, load.num_sms) for load in compared] == [
+        (1, 511, None), (1, 512, None), (1, 512, 8), (2, 512, None),
+    ]  # fmt: skip
 
 
 def test_dropped_rows_are_no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ def ranks_in_turn(fakes: Fakes, module: Any) -> None:
         def dispatch(self, *given: Any, **how: Any) -> Any:
             calls.append(["dispatch", *map(said, given), said(how)])
             handle = Named(name="handle", num_dropped=torch.tensor(0), offs=torch.tensor([1, 7 + self.rank]))
-            return torch.ones(9, 1), "recv_weights", handle
+            return torch.ones(9, 1, device="cpu"), "recv_weights", handle
 
         def combine(self, *given: Any) -> Any:
             calls.append(["combine", *map(said, given)])
@@ -97,9 +97,10 @@ def inputs(spec: Any, tokens: list[int], seed: int, kind: str = "random") -> Inp
 
 def drawn(load: Load, seed: int, device: torch.device) -> Drawn:
     """Return inputs that do not depend on a generator, with distinct experts of each token."""
-    tokens, ranks = torch.arange(load.tokens)[:, None], range(load.ranks)
-    xs = [(torch.arange(load.hidden) / 4 + tokens + 16 * rank + 64 * seed).bfloat16() for rank in ranks]
-    idx = [(tokens * 3 + torch.arange(load.topk) + rank + seed) % load.experts for rank in ranks]
+    with torch.device(device):
+        tokens, ranks = torch.arange(load.tokens)[:, None], range(load.ranks)
+        xs = [(torch.arange(load.hidden) / 4 + tokens + 16 * rank + 64 * seed).bfloat16() for rank in ranks]
+        idx = [(tokens * 3 + torch.arange(load.topk) + rank + seed) % load.experts for rank in ranks]
     return Drawn(xs, idx, [1.0 + i / 4 for i in idx])
 
 
@@ -340,16 +341,18 @@ def overlaps(fakes: Fakes) -> None:
     ranks_in_turn(fakes, timing)
     few: dict[str, Any] = {"hidden": 4, "topk": 2, "experts": 4}
     fakes.patch.setattr(timing, "Load", lambda ranks, tokens, **how: Load(ranks, tokens // 1024, **few | how))
-    fakes.patch.setattr(torch, "randn", lambda *shape, device: torch.ones(shape))
-    fakes.patch.setattr(torch, "rand", lambda *shape, device: torch.arange(4.0).repeat(shape[0], 1))
-    fakes.calls.append(list(timing.overlap_seconds(GPU, 8, 2, 70.0)))
+    fakes.patch.setattr(torch, "randn", lambda *shape, device: torch.ones(shape, device=device))
+    fakes.patch.setattr(torch, "rand", lambda *shape, device: torch.arange(4.0, device=device).repeat(shape[0], 1))
+    with torch.device("meta"):  # the default counts for nothing
+        fakes.calls.append(list(timing.overlap_seconds(GPU, 8, 2, 70.0)))
 
 
 def copies(fakes: Fakes) -> None:
     """Time plain copies, and torch's own permutations."""
     clocks(fakes)
     ceiling, asked = measuring.CopyCeiling(CPU), list[int]()
-    fakes.calls.append([ceiling.of(n) for n in (120, 40, 1)])
+    with torch.device("meta"):
+        fakes.calls.append([ceiling.of(n) for n in (120, 40, 1)])
     fakes.patch.setattr(Drawn, "of", staticmethod(drawn))
 
     class Ceiling(measuring.CopyCeiling):
@@ -357,7 +360,8 @@ def copies(fakes: Fakes) -> None:
             asked.append(num_bytes)
             return 64.0
 
-    fakes.calls.append([*loads.alternatives(CPU, Load(2, 4, 8, 2, 4), 2, Ceiling(CPU)), asked])
+    with torch.device("meta"):  # the default counts for nothing
+        fakes.calls.append([*loads.alternatives(CPU, Load(2, 4, 8, 2, 4), 2, Ceiling(CPU)), asked])
 
 
 def host_times(fakes: Fakes) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
+import json
 import multiprocessing
 import os
+import runpy
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_rt.lab.check import compiling, network, processes
+from moe_rt.lab.check import compiling, network, processes, steps
 from moe_rt.lab.check.compiling import VARIANTS, Job
+from moe_rt.lab.testing import programs
 
 
 class Context:
@@ -90,3 +95,34 @@ def test_a_process_chooses_its_gpu_first(
     with pytest.raises(Reached):
         module.run_rank(device=device, rank=1, size=2, store="", seconds=1.0, **job)
     assert chosen == (["cuda:1"] if device.startswith("cuda") else [])
+
+
+PROGRAMS = {
+    "network": {"device": "cpu", "rank": 0, "size": 1, "store": "", "heap": "shm", "seconds": 1.0},
+    "processes": {"part": "rounds", "device": "cpu", "rank": 0, "size": 1, "store": "", "seconds": 1.0},
+    "child": {"step": "layer", "device": "cpu", "quick": True, "seconds": 9.0, "sizes": None, "result": "", "nproc": 1},
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("first", [True, False])
+def test_a_started_program_ends_with_its_starter(monkeypatch: pytest.MonkeyPatch, name: str, first: bool) -> None:
+    """It sees to that before anything else, and then does the job that it is given."""
+    seen: list[Any] = []
+
+    def reached(*given: Any, **how: Any) -> None:
+        seen.append(how["rank"] if how else given[-1].device if given else "starter")
+        if first or len(seen) == 2:
+            raise Reached
+
+    monkeypatch.setattr(programs, "end_with_starter", reached)
+    monkeypatch.setattr(dist, "init_process_group", lambda *given, **how: reached(*given, **how))
+    monkeypatch.setattr(steps, "perform", reached)
+    for call in ("enable", "dump_traceback_later"):
+        monkeypatch.setattr(faulthandler, call, lambda *given: None)
+    monkeypatch.setattr(sys, "argv", ["program", json.dumps(PROGRAMS[name])])
+    module = f"moe_rt.lab.check.{name}"
+    monkeypatch.delitem(sys.modules, module, raising=False)  # which runpy would warn about
+    with pytest.raises(Reached):
+        runpy.run_module(module, run_name="__main__")
+    assert seen == (["starter"] if first else ["starter", "cpu" if name == "child" else 0])

@@ -30,7 +30,7 @@ def on_cpu(ranks: int | None, command: tuple[str, ...]) -> None:
     if command[0].startswith("-"):
         raise click.NoSuchOption(command[0], possibilities=["--ranks"])
     command = (_program(command[0]), *command[1:])
-    variables = environment(max(ranks or 0, DEFAULT_DEVICES))
+    variables = environment(DEFAULT_DEVICES if ranks is None else max(ranks, DEFAULT_DEVICES))
     click.echo(f"moe-rt on-cpu: cuda is the CPU, nccl is gloo, deep_ep is {which_deep_ep()}", err=True)
     if ranks is None:
         os.execve(command[0], command, {**os.environ, **variables})
