@@ -90,6 +90,7 @@ class Started(RankPool):
 
 def test_orders_of_sessions() -> None:
     """Ranks have new numbers in each session, and orders of their own precede those of all."""
+    assert ENDLESS >= 2**60, "no session lasts that long"
     pool = Started(3, host="here")
     assert pool.started == [(STORE, rank_pool._serve_store, "here")]
     pool.board.began[2], pool.board.step[2] = 5.0, 7
