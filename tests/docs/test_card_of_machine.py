@@ -253,3 +253,16 @@ def test_pages_are_listed_in_columns() -> None:
     said = "Error: InvalidConfig: page: got 'nowhere', expected one that `moe-rt docs` lists"
     assert (done.exit_code, done.output.split(" (moe-rt")[0]) == (1, said)
     assert os.linesep not in done.output.rstrip("\n")
+
+
+@pytest.mark.usefixtures("documents")
+def test_pages_are_read_in_any_locale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages are UTF-8, also where the encoding of the system is another."""
+
+    def read_text(path: Path, encoding: str = "latin-1") -> str:
+        return path.read_bytes().decode(encoding)
+
+    (tmp_path / "docs/errors.md").write_bytes("# Für\n".encode())
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert pages.read("errors") == "# Für"
+    assert "Für" in pages.list_pages()
