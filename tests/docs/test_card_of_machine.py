@@ -19,7 +19,7 @@ import torch
 from click.testing import CliRunner
 
 import moe_rt
-from moe_rt import cli, errors, extras, info, pages
+from moe_rt import cli, extras, info, pages
 from moe_rt.errors import InvalidConfig, MissingPackage
 
 FILES = {
@@ -184,15 +184,6 @@ def test_commands() -> None:
     assert cli.main.get_command(context, "nothing") is None
     done = CliRunner().invoke(cli.main, ["--version"])
     assert done.output.split()[-1] == version("moe_rt")
-
-
-def test_an_error_in_full() -> None:
-    error = errors.PeerDead("gone")
-    assert (error.rank, error.peer, error.op, error.seq, error.phase, error.report) == (-1, -1, 0, 0, 0, None)
-    errors.expect(True, "size", 3, "less")
-    with pytest.raises(InvalidConfig) as raised:
-        errors.expect(False, "size", 3, "less")
-    assert str(raised.value) == "size: got 3, expected less (moe-rt docs errors#invalidconfig)"
 
 
 PAGE = """# Title
