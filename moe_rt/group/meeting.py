@@ -93,7 +93,6 @@ class Meeting:
         with contextlib.suppress(dist.DistError):  # peers have also lost the store
             if not self._takes_place and not self._close():  # it took place while this rank gave up
                 self._begin()
-                self._round = 1
             if not self._takes_place:
                 self._me.end_attempt(None if self._is_peers_failure else error)
                 self._me.withdraw()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -244,10 +245,12 @@ CASES: dict[str, tuple[list[Lines], list[Lines], tuple[int, str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_what_is_said_of_two_runs(tmp_path: Path, name: str) -> None:
-    a, b, expected = CASES[name]
-    assert said(tmp_path, a, b) == expected
+def test_what_is_said_of_two_runs(tmp_path: Path) -> None:
+    found = {}
+    for name, (a, b, _) in CASES.items():
+        (tmp_path / name).mkdir()
+        found[name] = said(tmp_path / name, a, b)
+    assert found == {name: expected for name, (*_, expected) in CASES.items()}
 
 
 Spoil = Callable[[Path], object]
@@ -297,3 +300,61 @@ def test_a_layer_that_cannot_be_watched(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(digests, "routed_layers", lambda model: {"mlp": torch.nn.Linear(1, 1)})
     with pytest.raises(InvalidConfig, match=r"^model: mlp: got Linear, expected MoELayers only"):
         diagnostics.digest(torch.nn.Linear(1, 1), tmp_path)
+
+
+class Layer(torch.nn.Module):
+    """A layer of rank 3 of 4 that a test lets show tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.watcher: Any = None
+        self.buffer = SimpleNamespace(rank=3, num_ranks=4)
+        self.weight = torch.nn.Parameter(torch.ones(2, 3))
+
+
+def digest_of(rows: torch.Tensor) -> str:
+    return f"{int(row_digests(rows).sum()) & MASK:016x}"
+
+
+def tokens_of(rows: torch.Tensor) -> list[str]:
+    return [f"{int(one) & MASK:016x}" for one in row_digests(rows)]
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+def test_what_a_layer_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: bool) -> None:
+    """Rows after the last expert's do not count, and have no digests of their own; gradients have those of tensors."""
+    monkeypatch.setattr(digests, "routed_layers", lambda model: {"layer": model})
+    layer, x, rows = Layer(), torch.randn(4, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
+    offs, plain = torch.tensor([1, 3]), torch.randn(2, 3)
+    before = digest_of(rows[:3])
+    parameters = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1)), layer.weight], lr=0.0)
+    for _ in range(2):  # an older file is replaced
+        with diagnostics.digest(layer, tmp_path / "a/b", tokens=tokens):
+            for _ in range(2):
+                see = layer.watcher()
+                see("op", x=x, plain=plain)
+                with torch.device("meta"):  # the default of a program is not where its tensors are
+                    see("experts", offs, rows=rows)
+                with torch.no_grad():
+                    see("later", x=x)
+                (x.sum() * 2 + (rows * rows).sum()).backward()
+            parameters.step()
+    by_token = (lambda t: [tokens_of(t)]) if tokens else (lambda t: [])
+    gradient, of_rows = torch.full((4, 3), 2.0), (2 * rows).detach()
+    expected: list[list[Any]] = [["header"]]
+    for call in range(2):
+        place = [0, call, "layer"]
+        expected += [
+            [*place, "op", "x", "forward", digest_of(x), *by_token(x)],
+            [*place, "op", "plain", "forward", digest_of(plain), *by_token(plain)],
+            [*place, "experts", "rows", "forward", before],
+            [*place, "later", "x", "forward", digest_of(x), *by_token(x)],
+        ]
+        for n in range(call, -1, -1):  # hooks of earlier forwards stay on the same tensors
+            expected += [[0, n, "layer", "op", "x", "backward", digest_of(gradient), *by_token(gradient)]]
+            expected += [[0, n, "layer", "experts", "rows", "backward", digest_of(of_rows[:3])]]
+    expected += [[0, 0, "weight", "step", REPLICATED, "step", digest_of(layer.weight.reshape(1, -1))]]
+    found = [json.loads(text) for text in (tmp_path / "a/b/rank-00003.jsonl").read_text().splitlines()]
+    assert found[0] == {"version": 1, "rank": 3, "num_ranks": 4, "layers": ["layer"]}
+    assert sorted(map(str, found[1:])) == sorted(map(str, expected[1:]))
+    assert [one for one in found[1:] if one[5] != "backward"] == [one for one in expected[1:] if one[5] != "backward"]

@@ -19,7 +19,7 @@ import torch
 from click.testing import CliRunner
 
 import moe_rt
-from moe_rt import cli, errors, extras, info, pages
+from moe_rt import cli, extras, info, pages
 from moe_rt.errors import InvalidConfig, MissingPackage
 
 FILES = {
@@ -186,15 +186,6 @@ def test_commands() -> None:
     assert done.output.split()[-1] == version("moe_rt")
 
 
-def test_an_error_in_full() -> None:
-    error = errors.PeerDead("gone")
-    assert (error.rank, error.peer, error.op, error.seq, error.phase, error.report) == (-1, -1, 0, 0, 0, None)
-    errors.expect(True, "size", 3, "less")
-    with pytest.raises(InvalidConfig) as raised:
-        errors.expect(False, "size", 3, "less")
-    assert str(raised.value) == "size: got 3, expected less (moe-rt docs errors#invalidconfig)"
-
-
 PAGE = """# Title
 
 ## A [link](to.md) and `code`, twice!
@@ -253,3 +244,16 @@ def test_pages_are_listed_in_columns() -> None:
     said = "Error: InvalidConfig: page: got 'nowhere', expected one that `moe-rt docs` lists"
     assert (done.exit_code, done.output.split(" (moe-rt")[0]) == (1, said)
     assert os.linesep not in done.output.rstrip("\n")
+
+
+@pytest.mark.usefixtures("documents")
+def test_pages_are_read_in_any_locale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages are UTF-8, also where the encoding of the system is another."""
+
+    def read_text(path: Path, encoding: str = "latin-1") -> str:
+        return path.read_bytes().decode(encoding)
+
+    (tmp_path / "docs/errors.md").write_bytes("# Für\n".encode())
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert pages.read("errors") == "# Für"
+    assert "Für" in pages.list_pages()

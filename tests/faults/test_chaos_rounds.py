@@ -215,6 +215,8 @@ def fault(at: str, do: str, op: int = 5) -> InjectedFault:
     ("at", "do", "op", "steps"),
     [
         ("in_destroy", "kill", 5, (2, 2)),
+        ("in_destroy", "sleep", 5, (2, 2)),  # it leaves a step early
+        ("pre_rendezvous", "sleep", 5, (3, 3)),
         ("after_payload", "sleep", 5, (3, 3)),
         ("pre_rendezvous", "kill", 5, (0, 0)),
         ("post_rendezvous", "raise", 5, (0, 0)),

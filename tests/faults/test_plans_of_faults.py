@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,14 +34,12 @@ def test_points_and_actions_have_names() -> None:
 
 
 @pytest.mark.parametrize("at", POINTS)
-@pytest.mark.parametrize("do", ["kill", "stop", "raise", "sleep=0.25", "sleep=0", "corrupt"])
-def test_a_plan_is_of_one_rank(monkeypatch: pytest.MonkeyPatch, at: str, do: str) -> None:
+def test_a_plan_is_of_one_rank(monkeypatch: pytest.MonkeyPatch, at: str) -> None:
     """Other ranks check the plan as well, and have no fault."""
-    if do == "corrupt" and at != "after_payload":
-        return
-    name, _, seconds = do.partition("=")
-    same = {"op": 4, "seconds": float(seconds or 0.0)}
-    for rank in range(SIZE):
+    actions = ["kill", "stop", "raise", "sleep=0.25", "sleep=0", *(["corrupt"] if at == "after_payload" else [])]
+    for do, rank in itertools.product(actions, range(SIZE)):
+        name, _, seconds = do.partition("=")
+        same = {"op": 4, "seconds": float(seconds or 0.0)}
         mine = {"at": POINTS[at], "action": ACTIONS[name]} if rank == 2 else {"at": Point.NONE, "action": Action.NONE}
         assert plan(monkeypatch, f"rank=2,op=4,at={at},do={do}", rank) == {**mine, **same}
         assert plan(monkeypatch, f"do={do},at={at},rank=2", rank) == {**mine, **same, "op": 1}
@@ -91,6 +90,8 @@ def test_a_plan_for_cuda_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "rank=0,at=mid_read,do=kill"
     with pytest.raises(InvalidConfig, match=f"^MOE_RT_FAULT: a fault: got {text}, expected none on CUDA ranks "):
         plan(monkeypatch, text, on_cpu=False)
+    with pytest.raises(InvalidConfig, match=r"^MOE_RT_FAULT: at: got mid_read, expected after_payload"):
+        plan(monkeypatch, "rank=0,at=mid_read,do=corrupt", on_cpu=False)
 
 
 def test_a_point_outside_of_ops() -> None:

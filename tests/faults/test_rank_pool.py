@@ -90,6 +90,7 @@ class Started(RankPool):
 
 def test_orders_of_sessions() -> None:
     """Ranks have new numbers in each session, and orders of their own precede those of all."""
+    assert ENDLESS >= 2**60, "no session lasts that long"
     pool = Started(3, host="here")
     assert pool.started == [(STORE, rank_pool._serve_store, "here")]
     pool.board.began[2], pool.board.step[2] = 5.0, 7
@@ -229,3 +230,25 @@ def test_signals_reach_ranks_in_their_nodes(monkeypatch: pytest.MonkeyPatch, cal
     pool.kill_node(1)
     assert sent[1:] == [(77, signal.SIGKILL)]
     assert calls[-1] == ("init_process", 1)
+
+
+@pytest.mark.parametrize("child", [0, 77])
+def test_a_process_starts_its_rank_in_a_node(monkeypatch: pytest.MonkeyPatch, child: int) -> None:
+    """The rank works, and its starter leaves the channel to it and ends with it; neither heeds Ctrl-C."""
+    did: list[Any] = []
+    monkeypatch.setattr(signal, "signal", lambda number, handler: did.append((number, handler)))
+    monkeypatch.setattr(node_pool, "Cluster", lambda name: f"cluster {name}")
+    monkeypatch.setattr(node_pool, "fork_into", lambda cluster, node: did.append((cluster, node)) or child)
+    monkeypatch.setattr(node_pool.os, "waitpid", lambda pid, options: did.append(("waited", pid, options)))
+    channel: Any = SimpleNamespace(close=lambda: did.append("closed"))
+
+    def work(*given: Any) -> str:
+        did.append(given)
+        return "done"
+
+    result = node_pool._in_node(channel, "name", 2, work, "more", 3)
+    begin = [(signal.SIGINT, signal.SIG_IGN), ("cluster name", 2)]
+    if child:
+        assert (result, did) == (None, [*begin, "closed", ("waited", 77, 0)])
+    else:
+        assert (result, did) == ("done", [*begin, (channel, "more", 3)])

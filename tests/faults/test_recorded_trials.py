@@ -266,9 +266,12 @@ def test_a_seed_draws_what_is_on_record() -> None:
     assert record.keys() == now.keys()
 
 
-@pytest.mark.parametrize("name", STORIES)
-def test_a_trial_does_what_is_on_record(name: str) -> None:
-    assert STORIES[name].told() == json.loads(RECORD.read_text())["trials"].get(name)
+@pytest.mark.parametrize("stories", [_of_one_host, _of_faults, _of_nodes], ids=lambda made: made.__name__[4:])
+def test_trials_do_what_is_on_record(stories: Callable[[], dict[str, Story]]) -> None:
+    record = json.loads(RECORD.read_text())["trials"]
+    now = {name: story.told() for name, story in stories().items()}
+    assert {name: (record.get(name), found) for name, found in now.items() if record.get(name) != found} == {}
+    assert set(record) == set(STORIES)
 
 
 if __name__ == "__main__":

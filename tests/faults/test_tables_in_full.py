@@ -262,6 +262,7 @@ class Killed:
         assert work is deaths._live
         assert Path(given[1]).name == "store"
         assert Path(given[1]).parent.is_dir()
+        assert Path(given[1]).parent.name.startswith("moe_rt_deaths_"), "what a killed program leaves has its name"
         self.note("start", rank, given[0], given[2])
 
     def receive(self, rank: int, timeout_s: float) -> bytes:

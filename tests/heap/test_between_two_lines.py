@@ -366,6 +366,22 @@ def test_a_rank_that_is_interrupted_while_the_round_takes_place_ends_the_next() 
     assert kinds == {False, True}
 
 
+def test_texts_of_a_round_are_deleted_in_the_next() -> None:
+    """However many rounds a meeting has, its keys are a word for each later round and the texts of the last one."""
+    store = dist.HashStore()
+    ranks = met(store, 2)
+    for number in range(1, 7):
+        for rank in ranks:
+            store.set(rank._keys(number)[rank._rank], "")
+        for rank in ranks:
+            rank.gather("", 60.0)
+        places, words, texts = 2, number, 2
+        assert store.num_keys() == places + words + texts
+    for rank in ranks:
+        rank.leave()
+    assert store.num_keys() == 2
+
+
 def test_another_process_that_has_become_a_rank_is_waited_for() -> None:
     rank, before, after = meeting.Meeting(dist.HashStore(), 0, 2), Process(), Process()
     before.ended = True

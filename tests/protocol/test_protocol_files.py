@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from protocol.test_statuses import enumerators
 from support.instruction_sets import INSTRUCTION_SETS
 from support.routing import make_spec
 
@@ -18,24 +18,10 @@ from moe_rt.config.codec import Codec
 from moe_rt.config.spec import ELEMENTS
 from moe_rt.config.topology import Topology
 from moe_rt.engine.statuses import CLASSES
-from moe_rt.errors import Code, Op, Phase
+from moe_rt.errors import Code
 from moe_rt.faults import Action, Point
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def enumerators(header: str, name: str) -> dict[str, int]:
-    """Return {SCREAMING_NAME: value} of `enum class name` in a header."""
-    text = (ROOT / header).read_text()
-    body = re.search(rf"enum class {name} : int32_t {{(.*?)}};", text, re.S)
-    assert body is not None
-    pairs = re.findall(r"k(\w+) = (\d+)", body.group(1))
-    return {re.sub(r"(?<!^)(?=[A-Z])", "_", n).upper(): int(v) for n, v in pairs}
-
-
-@pytest.mark.parametrize("kind", [Code, Op, Phase])
-def test_enumerators_agree(kind: type) -> None:
-    assert {e.name: e.value for e in kind} == enumerators("cuda/protocol/core/status.h", kind.__name__)
 
 
 @pytest.mark.parametrize("kind", [Point, Action])
