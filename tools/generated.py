@@ -27,7 +27,8 @@ ARITHMETIC |= {"&": "|", "|": "&", "^": "|"}
 UPDATES = {"+=": "-=", "-=": "+=", "*=": "+=", "|=": "&=", "&=": "|=", "<<=": ">>=", ">>=": "<<="}
 OPERATORS = {"boundary moved": MOVED, "negated": NEGATED, "and for or": LOGIC, "operator": {**ARITHMETIC, **UPDATES}}
 CALLEES = {"min": "max", "max": "min", "any": "all", "all": "any"}
-ANY_ORDER = re.compile(r"(?:\w+(?:::|\.))?(?:min|max|min_of|max_of|gcd|lcm)")  # functions of arguments in any order
+# Functions of arguments in any order.
+ANY_ORDER = re.compile(r"(?:\w+(?:::|\.))?(?:min|max|minimum|maximum|min_of|max_of|gcd|lcm)")
 JUMPS = {"continue_statement": "break", "break_statement": "continue"}
 
 SKIPPED = {
@@ -247,8 +248,14 @@ class _Python(_Language):
         if node.type == "assignment":  # no verdict depends on how long something may take
             left = node.child_by_field_name("left")
             return left is not None and re.fullmatch(r"(_?[A-Z][A-Z\d_]*_S(, )?)+", self.said(left)) is not None
+        if self._asserts(node):
+            return True
         condition = node.child_by_field_name("condition")
         return node.type == "if_statement" and condition is not None and "TYPE_CHECKING" in self.said(condition)
+
+    def _asserts(self, node: Node) -> bool:
+        """True for the argument of zip that asserts equal lengths."""
+        return node.type == "keyword_argument" and self.said(node) == "strict=True"
 
     def may_swap(self, first: Node, second: Node) -> bool:
         keywords = [argument.type == "keyword_argument" for argument in (first, second)]
@@ -258,7 +265,7 @@ class _Python(_Language):
     def of_arguments(self, node: Node) -> Iterator[Edit]:
         yield from super().of_arguments(node)
         for argument in node.named_children:
-            if argument.type == "keyword_argument":
+            if argument.type == "keyword_argument" and not self._asserts(argument):
                 comma = re.compile(r"\s*,\s*").match(self.text, argument.end_byte)
                 yield "keyword left out", argument.start_byte, comma.end() if comma else argument.end_byte, ""
 

@@ -85,6 +85,14 @@ def test_constants_in_seconds_are_left_alone() -> None:
     assert changes("a.py", "x.timeout_s = 2\n") == {("constant", "2", "3"), ("left out", "x.timeout_s = 2", "pass")}
 
 
+def test_an_assertion_of_equal_lengths_is_left_alone() -> None:
+    assert changes("a.py", "a = zip(b, strict=True)\n") == set()
+    assert changes("a.py", "a = zip(b, strict=False)\n") == {
+        ("constant", "False", "True"),
+        ("keyword left out", "strict=False", ""),
+    }
+
+
 def test_operators_of_cpp_are_of_whole_expressions() -> None:
     found = changes("a.h", CPP)
     assert {
@@ -107,6 +115,7 @@ def test_operators_of_cpp_are_of_whole_expressions() -> None:
     [
         ("a.py", "a = min(b, c) + math.gcd(b, c) + f(b, c)", {("b, c", "c, b")}),
         ("a.py", "a = max(b, c, key=len)", set()),
+        ("a.py", "a = np.maximum(b, c) - np.minimum(b, 1)", set()),
         ("a.h", "int f() { return std::min(b, c) + max_of(b, c); }", set()),
         ("a.h", "int f() { return column_max(b, c); }", {("column_max(b, c)", "column_max(c, b)")}),
     ],
