@@ -16,7 +16,7 @@ EQUAL = replace(
     next(one for one in published().calibrations if (one.family, one.op) == ("channels", "dispatch")),
     library="DeepEP-V1", hardware="H100 + IB", link="nvlink", network="ib", least_nodes=1, most_nodes=4,
 )  # fmt: skip
-# What may differ, the most important first; nodes as (asked for, least and most calibrated).
+# Differences, the most important first; nodes as (asked for, least and most calibrated).
 DIFFERENCES: dict[str, dict[str, Any]] = {
     "family": {"family": "direct"},
     "link": {"link": "xgmi"},
