@@ -96,8 +96,9 @@ def test_a_replay_refuses_another_number_of_tokens(tokens: int) -> None:
     model = two()
     with routes.replay(recorded(model, ids(3)), model):
         text = f"1: got {tokens} tokens in micro-batch 0, expected 3 on rank 0 of 1, as recorded"
-        with pytest.raises(InvalidInput, match=text):
+        with pytest.raises(InvalidInput, match=text) as raised:
             model[1](ids(tokens))
+        assert raised.value.rank == 0
 
 
 def test_bits_of_a_layer_say_what_it_does() -> None:
@@ -245,6 +246,13 @@ def test_tokens_are_chosen_by_number(tokens: Tensor, found: list[list[int]] | st
     layer = Layer()
     with routes.replay(source, [layer], tokens=[tokens]):
         assert layer(torch.zeros(len(tokens), K, dtype=torch.int64)).tolist() == found
+
+
+@pytest.mark.parametrize(("num_ranks", "rank"), [(2, 0), (1, 1)])
+def test_another_ranks_own_routes_are_refused(num_ranks: int, rank: int) -> None:
+    text = f"routes: got those of rank {rank} of {num_ranks}, expected those of rank 0 of 1, those of all ranks"
+    with pytest.raises(InvalidConfig, match=text):
+        routes.replay(of(("0",), num_ranks=num_ranks, of_rank=rank), [Layer()])
 
 
 def test_forwards_are_numbered_and_recomputations_find_theirs() -> None:
