@@ -28,7 +28,9 @@ UPDATES = {"+=": "-=", "-=": "+=", "*=": "+=", "|=": "&=", "&=": "|=", "<<=": ">
 OPERATORS = {"boundary moved": MOVED, "negated": NEGATED, "and for or": LOGIC, "operator": {**ARITHMETIC, **UPDATES}}
 CALLEES = {"min": "max", "max": "min", "any": "all", "all": "any"}
 # Functions of arguments in any order.
-ANY_ORDER = re.compile(r"torch\.equal|(?:\w+(?:::|\.))?(?:min|max|min_of|max_of|gcd|lcm)")
+ANY_ORDER = re.compile(
+    r"torch\.equal|(?:\w+(?:::|\.))?(?:min|max|minimum|maximum|gcd|lcm|(?:min|max)_of(?:<[\w: ]+>)?)"
+)
 JUMPS = {"continue_statement": "break", "break_statement": "continue"}
 
 SKIPPED = {

@@ -33,8 +33,8 @@ class BufferSpec(SharedOptions):
     num_experts: int
     dtype: torch.dtype
     placement: Placement
-    layout: RecvLayout = "experts"
-    expert_alignment: int = 1
+    layout: RecvLayout
+    expert_alignment: int
 
     @classmethod
     def make(

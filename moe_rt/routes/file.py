@@ -188,8 +188,11 @@ def load(path: str | os.PathLike[str], num_experts: int | None = None) -> Routes
     header = _header(arrays, where)
     ids, rank, micro_batch = (arrays[name] for name in ("topk_idx", "rank", "micro_batch"))
     _check_ids(ids, header["num_experts"], where)
-    shape = [len(rank), len(header["layers"]), header["num_topk"]]
-    expect(list(ids.shape) == shape and len(micro_batch) == len(rank), where, f"ids {list(ids.shape)}", f"{shape}")
+    shape = [len(ids), len(header["layers"]), header["num_topk"]]
+    whole = all(a.shape == (len(ids),) and np.issubdtype(a.dtype, np.integer) for a in (rank, micro_batch))
+    got = ", ".join(f"{name} {a.dtype} {list(a.shape)}" for name, a in arrays.items() if name != "header")
+    expected = f"topk_idx {shape}, and integers [{len(ids)}] as rank and micro_batch"
+    expect(list(ids.shape) == shape and whole, where, got, expected)
     if num_experts is not None:
         expect(header["num_experts"] == num_experts, f"{where}: num_experts", header["num_experts"], f"{num_experts}")
     for name, bound in (("rank", header["num_ranks"]), ("micro_batch", header["num_micro_batches"])):
@@ -258,9 +261,10 @@ def _header(arrays: Arrays, where: str) -> dict[str, Any]:
         header = json.loads(arrays["header"].tobytes())
         kinds: dict[str, type] = {**dict.fromkeys(FIELDS, int), "layers": list}
         fits = all(type(header.get(name)) is kind for name, kind in kinds.items())
+        fits = fits and all(isinstance(name, str) for name in header["layers"])
     except (ValueError, AttributeError):
         fits = False
-    expect(fits, f"{where}: header", "other fields", f"{', '.join(FIELDS)} and layers")
+    expect(fits, f"{where}: header", "other fields", f"{', '.join(FIELDS)} and names of layers")
     expect(header["version"] == VERSION, f"{where}: version", header["version"], f"{VERSION}")
     missing = sorted({"topk_idx", "rank", "micro_batch"} - set(arrays))
     expect(not missing, where, f"no array {', '.join(missing)}", "topk_idx, rank and micro_batch")
@@ -275,7 +279,7 @@ def _plain(ids: Any, num_experts: int | None, where: str, layers: tuple[str, ...
     names = layers or tuple(map(str, range(ids.shape[1])))
     expect(len(names) == ids.shape[1], "layers", f"{len(names)} names", f"one for each of {ids.shape[1]}")
     nowhere = torch.zeros(len(ids), dtype=torch.int32)
-    most = int(ids.max()) + 1 if num_experts is None else num_experts
+    most = max(1, int(ids.max()) + 1) if num_experts is None else num_experts  # no token may have an expert
     return Routes(torch.from_numpy(ids.astype(np.int16)), most, names, 1, 1, nowhere, nowhere.clone())
 
 

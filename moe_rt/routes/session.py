@@ -78,7 +78,7 @@ def routed_layers(model: nn.Module | Sequence[nn.Module]) -> dict[str, Routed]:
 class _Session:
     """Layers of one model that record or replay while a `with` block runs. It may be entered several times."""
 
-    bit = 0
+    bit: int  # RECORDS or REPLAYS
 
     def __init__(self, model: nn.Module | Sequence[nn.Module], group: Group) -> None:
         self.names, self.routed = (tuple(t) for t in zip(*routed_layers(model).items(), strict=True))

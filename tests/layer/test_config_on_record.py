@@ -75,7 +75,7 @@ def options() -> Any:
             "sums": ("ranked", "invariant", "any"), "depth": (0, 1, 2**31 - 1, 2**31, 1.0),
             "capacity_factor": (0, 1e-9, math.inf, math.nan, -1, None), "tuning": (None, Tuning(), Tuning(threads=1)),
         }),
-        "of fp64": both, "retry": two,
+        "of fp64": both, "retry": two, "shown": repr(BufferOptions()),
         "own": refused(own, {}, {
             "timeout_s": (0, 1e-9, math.nan), "init_timeout_s": (0, 1e-9, -1.0), "num_threads": (0, 1),
         }),

@@ -116,7 +116,8 @@ def test_operators_of_cpp_are_of_whole_expressions() -> None:
         ("a.py", "a = min(b, c) + math.gcd(b, c) + f(b, c)", {("b, c", "c, b")}),
         ("a.py", "a = max(b, c, key=len)", set()),
         ("a.py", "a = torch.equal(b, c) + x.equal(b, c)", {("b, c", "c, b")}),
-        ("a.h", "int f() { return std::min(b, c) + max_of(b, c); }", set()),
+        ("a.py", "a = np.maximum(b, c) - np.minimum(b, 1)", set()),
+        ("a.h", "int f() { return std::min(b, c) + max_of(b, c) + min_of<int64_t>(b, c); }", set()),
         ("a.h", "int f() { return column_max(b, c); }", {("column_max(b, c)", "column_max(c, b)")}),
     ],
 )

@@ -17,6 +17,7 @@ from moe_rt.plan import plots, simulate, tune
 from moe_rt.plan.answers import Cluster, Configuration, layer_of, make_plan, overlapped
 from moe_rt.plan.ask import QUESTIONS, Setting
 from moe_rt.plan.calibration import calibrate, published, save
+from moe_rt.plan.distinct import distinct
 from moe_rt.plan.models import MODELS, find_model, read_config
 from moe_rt.plan.points import COLUMNS, parse
 from moe_rt.plan.routing import capacity_advice, popularity
@@ -329,9 +330,10 @@ def test_a_plot_has_the_floor_of_its_links() -> None:
     axes = Figure().subplots()
     plots._draw_times(axes, make_plan(QWEN, Cluster(8), 64), UNIFORM, published())
     lines = {line.get_label(): line for line in axes.get_lines()}
-    for op in ("dispatch", "combine"):
+    for op, row_bytes in (("dispatch", 2048 + 2048 / 128 * 4 + 16), ("combine", 2 * 2048)):
         tokens, floors = lines[f"{op}, links alone"].get_data()
-        assert floors / tokens == pytest.approx(np.full(len(tokens), floors[0] / tokens[0]))  # bytes are per token
+        us = distinct(8, 128, 8) * 7 / 8 * row_bytes / 450e3  # of a token that visits other ranks, at 450 GB/s
+        assert floors / tokens == pytest.approx(np.full(len(tokens), us))
         assert (floors < lines[op].get_ydata()).all()
 
 

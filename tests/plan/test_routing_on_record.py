@@ -38,7 +38,7 @@ def visited() -> Any:
     chosen = distinct.limited_topk(np.random.default_rng(3), 4, 12, 3, 4, 2, 2)
     return {
         "distinct": every(distinct.distinct, (0, 1, 2, 3, 7), (1, 6, 7), (0, 1, 3, 7)),
-        "limited": every(distinct.distinct_limited, (2, 3, 5), (12,), (3, 7), (0, 3, 5), (0, 2, 3, 4), (1, 2)),
+        "limited": every(distinct.distinct_limited, (2, 3, 5), (12,), (3, 7, 13), (0, 3, 5), (0, 2, 3, 4), (1, 2)),
         "hit": every(distinct.hit, (0, 1, 3), (5,), (1, 2, 3)),
         "balanced": every(distinct.distinct_balanced, (1, 4, 8), (1, 4, 6)),
         "owners": every(distinct.owners, (5, 8), (1, 2, 3)),
