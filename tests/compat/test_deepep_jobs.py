@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import socket
 from collections.abc import Callable
 
 import pytest
@@ -14,6 +13,7 @@ from compat.oracle import make_job, received, visits
 
 from moe_rt.compat import deep_ep
 from moe_rt.compat.deep_ep.utils import envs, refs
+from moe_rt.lab.testing.ports import free_ports
 
 HOSTS, LOCAL, MOST = 2, 2, 16
 JOB = make_job(HOSTS * LOCAL, [16, 0, 9, 3], 16, 3, 8)
@@ -21,9 +21,7 @@ JOB = make_job(HOSTS * LOCAL, [16, 0, 9, 3], 16, 3, 8)
 
 def in_processes(work: Callable[[int, int], str], monkeypatch: pytest.MonkeyPatch) -> str:
     """Run work(host, local rank) in a process for each, and return what they say, in the order of ranks."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
+    monkeypatch.setenv("MASTER_PORT", str(free_ports()))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("WORLD_SIZE", str(HOSTS))
     said = []

@@ -51,11 +51,14 @@ def test_copies_and_pickles(make_ranks: MakeRanks) -> None:
 
 
 def test_numbers_change_between_steps_on_all_ranks(make_ranks: MakeRanks) -> None:
+    texts = []
     for (first, *others), text in make_ranks("shm", 2).run(cases.changed):
         for other in others:
             torch.testing.assert_close(other, first)
-        assert text.startswith("ConfigMismatch: dispatch"), text
-        assert "max_tokens: got" in text
+        assert text.startswith("ConfigMismatch: "), text
+        texts.append(text)
+    # A rank that looks after its peer has raised names the peer instead.
+    assert any("dispatch" in text and "max_tokens: got" in text for text in texts), texts
 
 
 def test_training_after_evaluation(make_ranks: MakeRanks) -> None:

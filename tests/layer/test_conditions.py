@@ -20,17 +20,16 @@ from moe_rt.nn.protocols import check_siblings
 from moe_rt.nn.spread import SpreadModule
 
 
-def buffer(num_ranks: int = 2, heap: str = "ucx", route: str = "flat") -> Any:
-    return SimpleNamespace(num_ranks=num_ranks, heap=heap, route=route)
+def buffer(num_ranks: int = 2, heap: str = "ucx") -> Any:
+    return SimpleNamespace(num_ranks=num_ranks, heap=heap)
 
 
 @pytest.mark.parametrize("heap", HEAPS)
 def test_rows_travel_between_halves_over_networks_of_cpus(heap: str) -> None:
-    """Halves gained nothing on one host, and nothing was measured on GPUs; two levels have no halves."""
+    """Halves gained nothing on one host, and nothing was measured on GPUs."""
     expected = HEAPS[heap].network and not HEAPS[heap].gpu
     assert overlap.over_network(buffer(heap=heap)) == expected
     assert not overlap.over_network(buffer(1, heap))
-    assert not overlap.over_network(buffer(heap=heap, route="two_level"))
 
 
 def given() -> dict[str, Any]:
