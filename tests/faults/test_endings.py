@@ -108,6 +108,36 @@ def test_nothing_outlives_who_started_it(starter: str, number: signal.Signals) -
     assert not left or number == KILL, "only a killed program leaves its files"
 
 
+def sleeps(end: Channel) -> None:
+    end.send(str(os.getpid()).encode())
+    time.sleep(PATIENCE_S)
+
+
+def test_a_process_of_the_fork_server_ends_with_its_starter() -> None:
+    """The server forked it, and would go on for as long as it lives."""
+    program = (
+        "from faults.test_endings import Channel, sleeps\n"
+        "from moe_rt.lab.testing.forking import fork_in_server\n"
+        "ours, theirs = Channel.pair()\n"
+        "forked = fork_in_server(sleeps, (), theirs)\n"
+        "print(ours.receive(600.0).decode(), flush=True)\n"
+        "input()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    ) as starter:
+        assert starter.stdout is not None
+        child = int(starter.stdout.readline())
+        assert is_alive(child)
+        starter.kill()
+    try:
+        wait_until(lambda: not is_alive(child))
+    finally:
+        if is_alive(child):
+            os.kill(child, KILL)
+
+
 PROGRAMS = [path for path in ROOT.glob("moe_rt/**/*.py") if re.search(r"import .*end_with_starter", path.read_text())]
 
 

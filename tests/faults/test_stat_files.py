@@ -68,6 +68,13 @@ def test_all_threads_of_a_zombie_have_ended(tmp_path: Path) -> None:
     os.close(descriptor)
 
 
+def test_looks_at_threads_keep_no_descriptor(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        looked_at(tmp_path / "stat", stat("Z", threads=2, pid=os.getpid()))
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_what_is_no_stat_file(tmp_path: Path) -> None:
     """An empty file is that of a process that has exited; anything unreadable counts as alive."""
     assert looked_at(tmp_path / "stat", "") == (True, "X")

@@ -337,6 +337,13 @@ def test_a_plot_has_the_floor_of_its_links() -> None:
         assert (floors < lines[op].get_ydata()).all()
 
 
+@pytest.mark.parametrize("name", ["plan.pdf", "svg", "plan"])
+def test_plots_of_other_kinds_are_refused(tmp_path: Path, name: str) -> None:
+    done = invoke("--model", "qwen3-30b-a3b", "--gpus", "4", "--tokens", "64", "--plot", str(tmp_path / name))
+    assert done.exit_code == 1
+    assert f"plot: got {name}, expected a name that ends in .svg or .png" in done.output
+
+
 @pytest.mark.parametrize("suffix", ["svg", "png"])
 def test_plots_are_drawn(tmp_path: Path, suffix: str) -> None:
     pytest.importorskip("matplotlib")

@@ -19,6 +19,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from moe_rt.errors import InvalidConfig
 from moe_rt.nn import callers, part, part_reductions
 from moe_rt.nn.part import Part, Whole, as_part, experts_of, plain
+from moe_rt.ops.activations import swiglu
 
 WHOLE = Whole("a group", (2, 3), 6)
 PIECE = Whole("a group", (), 0)
@@ -257,6 +258,12 @@ def test_results_in_lists() -> None:
     assert torch.equal(plain(target[0]), values(2, 3) + 1)
 
 
+def test_an_op_in_place_returns_its_operand() -> None:
+    operand = P.clone()
+    assert operand.add_(1.0).mul_(2.0) is operand
+    assert torch._foreach_add_([operand, TOKENS.clone()], 1.0)[0] is operand
+
+
 def test_other_subclasses_come_first() -> None:
     """A tensor that has rules of its own applies them, here to two tensors, each of which then meets the Part."""
     two = TwoTensor(values(2, 3), 2 * values(2, 3))
@@ -264,7 +271,7 @@ def test_other_subclasses_come_first() -> None:
         assert type(total) is TwoTensor
         assert [mark_of(t) for t in (total.a, total.b)] == [(WHOLE, False)] * 2
         assert [plain(t).tolist() for t in (total.a, total.b)] == [(n * values(2, 3)).tolist() for n in (2, 3)]
-    y = torch.ops.moe_rt.swiglu(as_part(torch.ones(2, 6), WHOLE), torch.tensor([2], dtype=torch.int32))
+    y = swiglu(as_part(torch.ones(2, 6), WHOLE), torch.tensor([2], dtype=torch.int32))
     assert type(y) is Tensor, "an op of another library returns rows"
 
 

@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from typing import Any, Protocol
 
 from moe_rt.lab.testing.channel import Channel
@@ -100,5 +101,8 @@ def fork_in_server(work: Work, arguments: Iterable[Any], end: Channel) -> Forked
 def _enter(starter: int, end: Channel, work: Work, arguments: tuple[Any, ...]) -> None:
     gc.freeze()  # see fork
     os.setsid()  # Ctrl-C reaches only the starter
-    end_with(starter)  # the server forked this; it ends with the starter
+    # The kernel ends this process with the server, and the server ends when all have closed this descriptor. The starter
+    # does so at its end; multiprocessing gave it to this process too.
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
+    end_with(starter)
     work(end, *arguments)
