@@ -101,8 +101,8 @@ def fork_in_server(work: Work, arguments: Iterable[Any], end: Channel) -> Forked
 def _enter(starter: int, end: Channel, work: Work, arguments: tuple[Any, ...]) -> None:
     gc.freeze()  # see fork
     os.setsid()  # Ctrl-C reaches only the starter
-    # The kernel ends this process with the server, and the server ends when all have closed this descriptor. The starter
-    # does so at its end; multiprocessing gave it to this process too.
+    # The kernel ends this process with the server, and the server ends when all have closed this descriptor. The
+    # starter does so at its end; multiprocessing gave it to this process too.
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     end_with(starter)
     work(end, *arguments)
