@@ -9,6 +9,7 @@ import base64
 import io
 import json
 import re
+import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
@@ -20,6 +21,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from support.recorded import assert_on_record, entries, write_record
 
 from moe_rt.cli import main
 from moe_rt.lab.bench.cases import Case
@@ -253,33 +259,27 @@ def everything() -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def record() -> dict[str, Any]:
-    return json.loads(RECORD.read_text())
-
-
 @pytest.mark.parametrize("line", OPTIONS)
-def test_options_reach_the_ranks(record: dict[str, Any], line: str) -> None:
-    assert started(line) == record[line]
+def test_options_reach_the_ranks(line: str) -> None:
+    assert_on_record(RECORD, line, started(line))
 
 
 @pytest.mark.parametrize("line", REFUSED)
-def test_refusals_say_what_came_and_what_was_expected(record: dict[str, Any], line: str) -> None:
+def test_refusals_say_what_came_and_what_was_expected(line: str) -> None:
     if "--report" in line:
         pytest.importorskip("matplotlib")
-    assert refusal(line) == record[line]
+    assert_on_record(RECORD, line, refusal(line))
 
 
 @pytest.mark.parametrize("line", SHOWN)
-def test_results_are_shown_as_on_record(record: dict[str, Any], line: str) -> None:
+def test_results_are_shown_as_on_record(line: str) -> None:
     pytest.importorskip("matplotlib")
-    assert shown(line, SHOWN[line]) == record[line]
+    assert_on_record(RECORD, line, shown(line, SHOWN[line]))
 
 
-def test_each_has_its_entry(record: dict[str, Any]) -> None:
-    assert record.keys() == {*OPTIONS, *REFUSED, *SHOWN}
+def test_each_has_its_entry() -> None:
+    assert entries(RECORD).keys() == {*OPTIONS, *REFUSED, *SHOWN}
 
 
 if __name__ == "__main__":
-    lines = (f"{json.dumps(line)}: {json.dumps(entry, ensure_ascii=False)}" for line, entry in everything().items())
-    RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    write_record(RECORD, everything())

@@ -18,7 +18,8 @@ if __name__ == "__main__":
 pytest.importorskip("matplotlib")
 from matplotlib.colors import to_hex, to_rgba
 from matplotlib.figure import Figure
-from support import figures
+from support.figures import described
+from support.recorded import assert_on_record, entries, write_record
 
 from moe_rt.lab.bench import report
 from moe_rt.lab.bench.cases import CASES
@@ -159,8 +160,11 @@ def every_figure() -> dict[str, Figure]:
 
 
 def test_figures_are_those_on_record() -> None:
-    figures.check(every_figure(), RECORD)
+    figures = every_figure()
+    assert figures.keys() == entries(RECORD).keys()
+    for name, figure in figures.items():
+        assert_on_record(RECORD, name, described(figure))
 
 
 if __name__ == "__main__":
-    figures.write(every_figure(), RECORD)
+    write_record(RECORD, {name: described(figure) for name, figure in every_figure().items()})

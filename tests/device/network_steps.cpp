@@ -1,8 +1,6 @@
 // Checks what a GPU's launches ask of a network, call by call, with lanes that run one after the other: rows and scalars
 // of unmapped peers, signals, and route lists. Exits with 1 and a message on the first error.
 #include <algorithm>
-#include <cstdio>
-#include <cstdlib>
 #include <memory>
 #include <string>
 #include <utility>
@@ -10,6 +8,7 @@
 
 #include "../../cuda/cpu/world_tables.h"
 #include "../../cuda/gpu/rdma.h"
+#include "../protocol/expect.h"
 #include "../protocol/lanes.h"
 
 using namespace moe_rt;
@@ -18,29 +17,6 @@ namespace {
 
 constexpr int kRanks = 5, kMe = 1, kTokens = 6, kTopk = 2, kWindow = 0;
 constexpr int64_t kSecond = 1'000'000'000;
-
-using Log = std::vector<std::string>;
-
-std::string text(const std::string& what, std::initializer_list<int64_t> numbers) {
-  std::string all = what;
-  for (const int64_t n : numbers) all += " " + std::to_string(n);
-  return all;
-}
-
-void expect(bool holds, const std::string& what) {
-  if (holds) return;
-  std::printf("%s\n", what.c_str());
-  std::exit(1);
-}
-
-void expect(const Log& got, const Log& wanted, const std::string& what) {
-  if (got == wanted) return;
-  std::printf("%s: got\n", what.c_str());
-  for (const std::string& line : got) std::printf("  %s\n", line.c_str());
-  std::printf("expected\n");
-  for (const std::string& line : wanted) std::printf("  %s\n", line.c_str());
-  std::exit(1);
-}
 
 // Writes down each call, with offsets in the segment of `segments[peer]`.
 struct Recording {

@@ -2,8 +2,6 @@
 // number of rows, rows that are missing or dropped, sizes known at compile time or not. Exits with 1 and a message on
 // the first error.
 #include <algorithm>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <random>
 #include <string>
@@ -11,6 +9,7 @@
 
 #include "../../cuda/gpu/rows.h"
 #include "../../cuda/gpu/scaled_rows.h"
+#include "../protocol/expect.h"
 #include "../protocol/lanes.h"
 
 using namespace moe_rt;
@@ -19,12 +18,6 @@ namespace {
 
 std::mt19937 draw(1);
 constexpr char kUntouched = 0x5a;
-
-void expect(bool holds, const std::string& what) {
-  if (holds) return;
-  std::printf("%s\n", what.c_str());
-  std::exit(1);
-}
 
 // Lanes of some warps that share a row; kWarp lanes of a warp exchange words.
 template <int kWarp>

@@ -3,23 +3,16 @@
 #include <sys/wait.h>
 
 #include <chrono>
-#include <cstdio>
-#include <cstdlib>
 #include <string>
 #include <vector>
 
 #include "../../cuda/cpu/fault.h"
 #include "../../cuda/cpu/team.h"
+#include "../protocol/expect.h"
 
 using namespace moe_rt;
 
 namespace {
-
-void expect(bool holds, const std::string& what) {
-  if (holds) return;
-  std::printf("%s\n", what.c_str());
-  std::exit(1);
-}
 
 // A fault fires once: in its op, or in the first op from that one on that has its point.
 void check_when() {

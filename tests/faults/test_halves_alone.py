@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from support.halves import OPS
 from support.routing import make_spec
 from torch import Tensor
 
@@ -109,16 +110,6 @@ def test_an_ended_op_does_not_hide_those_after_it() -> None:
     engine.dispatch_finish(third)
     engine.dispatch_finish(first)
     assert [tag for half, tag in engine.noted if half == "second"] == [0, 1, 2]
-
-
-OPS = {
-    "dispatch": Op.DISPATCH,
-    "dispatch_scaled": Op.DISPATCH,
-    "combine": Op.COMBINE,
-    "dispatch_backward": Op.DISPATCH_BACKWARD,
-    "combine_backward": Op.COMBINE_BACKWARD,
-    "combine_tokens_backward": Op.COMBINE_BACKWARD,
-}
 
 
 @pytest.mark.parametrize("method", OPS)

@@ -5,7 +5,6 @@ After a change on purpose: python tests/faults/test_recorded_refusals.py
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from support.recorded import assert_on_record, write_record
 from support.routing import buffer_kwargs, make_spec
 from torch import Tensor
 
@@ -338,15 +338,8 @@ def refusals(spec: str) -> Iterator[tuple[str, list[Any]]]:
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_refusals_are_those_on_record(spec: str) -> None:
-    record = json.loads(RECORD.read_text())[spec]
-    now = dict(refusals(spec))
-    assert now == record
+    assert_on_record(RECORD, spec, dict(refusals(spec)))
 
 
 if __name__ == "__main__":
-    found = {spec: dict(refusals(spec)) for spec in SPECS}
-    parts = (
-        f"{json.dumps(spec)}: {{\n" + ",\n".join(f"{json.dumps(n)}: {json.dumps(r)}" for n, r in each.items()) + "\n}"
-        for spec, each in found.items()
-    )
-    RECORD.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+    write_record(RECORD, {spec: dict(refusals(spec)) for spec in SPECS})

@@ -7,9 +7,9 @@ the difference after: python tests/faults/test_recorded_trials.py
 
 from __future__ import annotations
 
-import json
 import random
 import signal
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +18,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from support.recorded import assert_on_record, write_record
 
 from moe_rt.lab.chaos import cli, node_trials, trials
 from moe_rt.lab.chaos.injected_fault import InjectedFault
@@ -249,9 +254,6 @@ def _of_nodes() -> dict[str, Story]:
     return stories
 
 
-STORIES = _of_one_host() | _of_faults() | _of_nodes()
-
-
 def drawn() -> dict[str, list[str]]:
     """Return the trials that each action draws from a few seeds."""
     paces = [partial(random.Random, seed) for seed in range(SEEDS)]
@@ -260,24 +262,22 @@ def drawn() -> dict[str, list[str]]:
     return {f"{a} on nodes": found for a, found in on_nodes.items()} | {f"{a} here": f for a, f in here.items()}
 
 
-def test_a_seed_draws_what_is_on_record() -> None:
-    record, now = json.loads(RECORD.read_text())["drawn"], drawn()
-    assert {name: (record.get(name), found) for name, found in now.items() if record.get(name) != found} == {}
-    assert record.keys() == now.keys()
+def told(stories: Callable[[], dict[str, Story]]) -> dict[str, Any]:
+    return {name: story.told() for name, story in stories().items()}
 
 
-@pytest.mark.parametrize("stories", [_of_one_host, _of_faults, _of_nodes], ids=lambda made: made.__name__[4:])
-def test_trials_do_what_is_on_record(stories: Callable[[], dict[str, Story]]) -> None:
-    record = json.loads(RECORD.read_text())["trials"]
-    now = {name: story.told() for name, story in stories().items()}
-    assert {name: (record.get(name), found) for name, found in now.items() if record.get(name) != found} == {}
-    assert set(record) == set(STORIES)
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "drawn from seeds": drawn,
+    "of one host": partial(told, _of_one_host),
+    "of faults": partial(told, _of_faults),
+    "of nodes": partial(told, _of_nodes),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_trials_are_those_on_record(part: str) -> None:
+    assert_on_record(RECORD, part, PARTS[part]())
 
 
 if __name__ == "__main__":
-    parts = {"drawn": drawn(), "trials": {name: story.told() for name, story in STORIES.items()}}
-    texts = [
-        f'"{part}": {{\n' + ",\n".join(f"{json.dumps(name)}: {json.dumps(found)}" for name, found in of.items()) + "\n}"
-        for part, of in parts.items()
-    ]
-    RECORD.write_text("{\n" + ",\n".join(texts) + "\n}\n")
+    write_record(RECORD, {part: make() for part, make in PARTS.items()})

@@ -1,13 +1,10 @@
-"""Records of results and of calls, one line each in a file of JSON next to a test."""
+"""Values of gpucheck's tests as JSON has them, and functions whose calls are listed in place of their work."""
 
 from __future__ import annotations
 
 import itertools
-import json
-from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,17 +73,3 @@ def said(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [said(each) for each in value]
     return plain(value)
-
-
-def differences(record: Path, part: str, now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return what a part of a record has and what there is now, by name, where they differ."""
-    before, now = json.loads(record.read_text())[part], json.loads(json.dumps(now))
-    return {name: (before.get(name), now.get(name)) for name in before | now if before.get(name) != now.get(name)}
-
-
-def write(record: Path, parts: Mapping[str, dict[str, Any]]) -> None:
-    texts = []
-    for name, part in parts.items():
-        lines = [f"  {json.dumps(key)}: {json.dumps(value, separators=(',', ':'))}" for key, value in part.items()]
-        texts.append(f"{json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n}")
-    record.write_text("{\n" + ",\n".join(texts) + "\n}\n")

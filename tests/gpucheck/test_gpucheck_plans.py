@@ -18,7 +18,8 @@ import torch
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from gpucheck.on_record import differences, plain, write
+from gpucheck.on_record import plain
+from support.recorded import assert_on_record, write_record
 
 from moe_rt.lab.check import (
     code_limits,
@@ -175,8 +176,8 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("part", PARTS)
 def test_what_gpucheck_does_is_on_record(part: str) -> None:
-    assert differences(RECORD, part, PARTS[part]()) == {}, "(on record, now); a change on purpose: run this file"
+    assert_on_record(RECORD, part, PARTS[part]())
 
 
 if __name__ == "__main__":
-    write(RECORD, {name: part() for name, part in PARTS.items()})
+    write_record(RECORD, {name: part() for name, part in PARTS.items()})

@@ -19,7 +19,8 @@ import torch
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from gpucheck.on_record import Fakes, Named, differences, write
+from gpucheck.on_record import Fakes, Named
+from support.recorded import assert_on_record, write_record
 
 from moe_rt.config.codec import Codec
 from moe_rt.engine.gpu.launcher import RING_SOURCE
@@ -244,8 +245,8 @@ def played(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", SCENES)
 def test_calls_and_report_of_a_step_are_on_record(name: str) -> None:
-    assert differences(RECORD, name, played(name)) == {}, "(on record, now); a change on purpose: run this file"
+    assert_on_record(RECORD, name, played(name))
 
 
 if __name__ == "__main__":
-    write(RECORD, {name: played(name) for name in SCENES})
+    write_record(RECORD, {name: played(name) for name in SCENES})

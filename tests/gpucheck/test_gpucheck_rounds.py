@@ -20,7 +20,8 @@ import torch
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from gpucheck.on_record import Fakes, Named, differences, said, write
+from gpucheck.on_record import Fakes, Named, said
+from support.recorded import assert_on_record, write_record
 
 from moe_rt.config.codec import RowFormat
 from moe_rt.config.topology import Topology
@@ -456,8 +457,8 @@ def played(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", PARTS)
 def test_what_ranks_do_is_on_record(name: str) -> None:
-    assert differences(RECORD, name, played(name)) == {}, "(on record, now); a change on purpose: run this file"
+    assert_on_record(RECORD, name, played(name))
 
 
 if __name__ == "__main__":
-    write(RECORD, {name: played(name) for name in PARTS})
+    write_record(RECORD, {name: played(name) for name in PARTS})

@@ -1,22 +1,15 @@
 // Compares the checks of messages over UCX with definitions, for values at, below and above every bound, and of UCX's
 // answers. Exits with 1 and a message on the first error.
-#include <cstdio>
-#include <cstdlib>
 #include <string>
 #include <vector>
 
 #include "../../cuda/net/ucx_api.h"
 #include "../../cuda/net/ucx_messages.h"
+#include "../protocol/expect.h"
 
 using namespace moe_rt;
 
 namespace {
-
-void expect(bool holds, const std::string& what) {
-  if (holds) return;
-  std::printf("%s\n", what.c_str());
-  std::exit(1);
-}
 
 // True if the bytes [offset, offset + bytes) are in [0, size), in numbers that do not overflow.
 bool inside(int64_t offset, int64_t bytes, int64_t size) {

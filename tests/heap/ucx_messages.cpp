@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "../../cuda/net/ucx_inbox.h"
+#include "../protocol/expect.h"
 
 using namespace moe_rt;
 
@@ -43,12 +44,6 @@ struct Rank {
     return reinterpret_cast<Mailbox*>(segment + kLayout.mailboxes)[int(kind) * 2 + source];
   }
 };
-
-void expect(bool holds, const std::string& what) {
-  if (holds) return;
-  std::printf("%s\n", what.c_str());
-  std::exit(1);
-}
 
 // An endpoint is the rank at its other end. Sent data is read when it arrives, as UCX may.
 void* send(ucx::Handle endpoint, unsigned id, const void* head, size_t head_bytes, const void* data, size_t bytes,

@@ -17,7 +17,7 @@ import torch
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from support.recorded import assert_on_record, every, result_of, write_record
+from support.recorded import assert_on_record, every, result_of, results_of, write_record
 
 from moe_rt.config.codec import CODES, MOST_SCALES, SCALES, Codec, RowFormat, spelled
 from moe_rt.config.options import ALIGNMENTS, BufferOptions
@@ -190,8 +190,8 @@ RESULTS = {each.__name__: each for each in (
 
 @pytest.mark.parametrize("name", RESULTS)
 def test_values_and_words_are_those_on_record(name: str) -> None:
-    assert_on_record(RECORD, name, RESULTS[name])
+    assert_on_record(RECORD, name, result_of(RESULTS[name]))
 
 
 if __name__ == "__main__":
-    write_record(RECORD, RESULTS)
+    write_record(RECORD, results_of(RESULTS))

@@ -17,7 +17,7 @@ import pytest
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from support.recorded import REL, assert_on_record, write_record
+from support.recorded import REL, assert_on_record, result_of, results_of, write_record
 
 from moe_rt.plan.calibration import usual_of
 from moe_rt.plan.families import FAMILIES, blocks_of, join, pipelined
@@ -127,8 +127,8 @@ RESULTS = {
 @pytest.mark.parametrize("name", RESULTS)
 def test_numbers_are_those_on_record(name: str) -> None:
     """A fit stops near the best parameters, a little elsewhere on each processor."""
-    assert_on_record(RECORD, name, RESULTS[name], 0.02 if name.startswith("fitted") else REL)
+    assert_on_record(RECORD, name, result_of(RESULTS[name]), 0.02 if name.startswith("fitted") else REL)
 
 
 if __name__ == "__main__":
-    write_record(RECORD, RESULTS)
+    write_record(RECORD, results_of(RESULTS))

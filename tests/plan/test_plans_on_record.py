@@ -19,7 +19,7 @@ from click.testing import CliRunner
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from support.recorded import NEAR, REL, assert_on_record, result_of, write_record
+from support.recorded import NEAR, REL, assert_on_record, result_of, results_of, write_record
 
 from moe_rt.cli import main
 from moe_rt.plan.answers import (
@@ -216,8 +216,8 @@ RESULTS = {
 def test_numbers_and_words_are_those_on_record(name: str) -> None:
     """Fits stop, and draws of correlated normals fall, a little elsewhere on each processor."""
     rel, near = {"calibrated": (0.05, 2e-3), "asked bound": (0.02, NEAR)}.get(name, (REL, NEAR))
-    assert_on_record(RECORD, name, RESULTS[name], rel, near)
+    assert_on_record(RECORD, name, result_of(RESULTS[name]), rel, near)
 
 
 if __name__ == "__main__":
-    write_record(RECORD, RESULTS)
+    write_record(RECORD, results_of(RESULTS))

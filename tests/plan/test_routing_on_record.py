@@ -18,7 +18,7 @@ import torch
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from support.recorded import REL, assert_on_record, every, result_of, write_record
+from support.recorded import REL, assert_on_record, every, result_of, results_of, write_record
 
 from moe_rt.config.options import BufferOptions
 from moe_rt.config.placement import Placement
@@ -169,8 +169,8 @@ RESULTS = {
 
 @pytest.mark.parametrize("name", RESULTS)
 def test_numbers_are_those_on_record(name: str) -> None:
-    assert_on_record(RECORD, name, RESULTS[name], 0.05 if name.startswith("drawn") else REL)
+    assert_on_record(RECORD, name, result_of(RESULTS[name]), 0.05 if name.startswith("drawn") else REL)
 
 
 if __name__ == "__main__":
-    write_record(RECORD, RESULTS)
+    write_record(RECORD, results_of(RESULTS))

@@ -20,7 +20,7 @@ from click.testing import CliRunner
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from support.recorded import assert_on_record, result_of, write_record
+from support.recorded import assert_on_record, result_of, results_of, write_record
 
 from moe_rt.cli import main
 from moe_rt.plan import simulate, tune
@@ -132,8 +132,8 @@ RESULTS = {
 
 @pytest.mark.parametrize("name", RESULTS)
 def test_trials_and_times_are_those_on_record(name: str) -> None:
-    assert_on_record(RECORD, name, RESULTS[name])
+    assert_on_record(RECORD, name, result_of(RESULTS[name]))
 
 
 if __name__ == "__main__":
-    write_record(RECORD, RESULTS)
+    write_record(RECORD, results_of(RESULTS))

@@ -20,7 +20,7 @@ from click.testing import CliRunner
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from support.recorded import assert_on_record, result_of, write_record
+from support.recorded import assert_on_record, result_of, results_of, write_record
 
 from moe_rt.plan import score
 from moe_rt.plan.models import Model, find_model, read_config
@@ -202,8 +202,8 @@ RESULTS = {
 
 @pytest.mark.parametrize("name", RESULTS)
 def test_what_is_read_is_on_record(name: str) -> None:
-    assert_on_record(RECORD, name, RESULTS[name])
+    assert_on_record(RECORD, name, result_of(RESULTS[name]))
 
 
 if __name__ == "__main__":
-    write_record(RECORD, RESULTS)
+    write_record(RECORD, results_of(RESULTS))

@@ -2,8 +2,6 @@
 // is dropped, which rank overflows, and which source is refused. Lists are random, or one number past a bound. Exits
 // with 1 and a message on the first error.
 #include <algorithm>
-#include <cstdio>
-#include <cstdlib>
 #include <functional>
 #include <memory>
 #include <random>
@@ -12,6 +10,7 @@
 
 #include "../../cuda/cpu/world_tables.h"
 #include "../../cuda/protocol/flat/index.h"
+#include "expect.h"
 #include "lanes.h"
 
 using namespace moe_rt;
@@ -20,12 +19,6 @@ namespace {
 
 std::mt19937 draw(1);
 constexpr uint64_t kSeq = 6, kMark = 77;
-
-void expect(bool holds, const std::string& what) {
-  if (holds) return;
-  std::printf("%s\n", what.c_str());
-  std::exit(1);
-}
 
 // A group with random lists in every window. Rank `me` has `num_local` experts, each other rank two.
 struct Group {

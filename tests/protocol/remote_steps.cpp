@@ -3,8 +3,6 @@
 // error.
 #include <algorithm>
 #include <array>
-#include <cstdio>
-#include <cstdlib>
 #include <functional>
 #include <memory>
 #include <string>
@@ -14,6 +12,7 @@
 
 #include "../../cuda/cpu/world_tables.h"
 #include "../../cuda/net/remote_peers.h"
+#include "expect.h"
 
 using namespace moe_rt;
 
@@ -21,29 +20,6 @@ namespace {
 
 constexpr int kRanks = 4, kMe = 1, kTokens = 6, kTopk = 2, kHidden = 5, kWindow = 1;
 constexpr int64_t kRowBytes = 20, kStride = 64;
-
-using Log = std::vector<std::string>;
-
-std::string text(std::initializer_list<int64_t> numbers, const std::string& what) {
-  std::string all = what;
-  for (const int64_t n : numbers) all += " " + std::to_string(n);
-  return all;
-}
-
-void expect(bool holds, const std::string& what) {
-  if (holds) return;
-  std::printf("%s\n", what.c_str());
-  std::exit(1);
-}
-
-void expect(const Log& got, const Log& wanted, const std::string& what) {
-  if (got == wanted) return;
-  std::printf("%s: got\n", what.c_str());
-  for (const std::string& line : got) std::printf("  %s\n", line.c_str());
-  std::printf("expected\n");
-  for (const std::string& line : wanted) std::printf("  %s\n", line.c_str());
-  std::exit(1);
-}
 
 // Writes down what it is asked for. Gets copy from segments.
 struct Recording final : Network {
@@ -55,23 +31,23 @@ struct Recording final : Network {
   std::function<void()> on_drive = [] {};
 
   void get(int peer, int64_t offset, void* here, int64_t bytes) override {
-    log.push_back(text({peer, offset, bytes}, "get"));
+    log.push_back(text("get", {peer, offset, bytes}));
     std::memcpy(here, segments[peer] + offset, bytes);
     to = here;
   }
   void put(int peer, int64_t offset, const void* source, int64_t bytes) override {
-    log.push_back(text({peer, offset, bytes}, "put"));
+    log.push_back(text("put", {peer, offset, bytes}));
     std::memcpy(segments[peer] + offset, source, bytes);
     from = source;
   }
   void put_last(int peer, int64_t offset, uint64_t word) override {
-    log.push_back(text({peer, offset, int64_t(word)}, "put_last"));
+    log.push_back(text("put_last", {peer, offset, int64_t(word)}));
   }
   void post(int peer, int64_t mailbox, const Header& header) override {
-    log.push_back(text({peer, mailbox, int64_t(header.seq)}, "post"));
+    log.push_back(text("post", {peer, mailbox, int64_t(header.seq)}));
   }
   void flush(int peer) override {
-    log.push_back(text({peer}, "flush"));
+    log.push_back(text("flush", {peer}));
     if (late) is_flushed[peer] = false;
   }
   bool flushed(int peer) const override { return is_flushed[peer]; }
@@ -138,12 +114,12 @@ void check_announcements() {
     r.peers->announce(r.w, {{0, kMe, header}, {2, 3, header}});
     const int64_t kind = op == Op::kDispatch || op == Op::kCombineBackward ? 0 : 1;
     const auto box = [&](int source) { return r.layout.mailboxes + 128 * (kind * kRanks + source); };
-    expect(r.network.taken(), {text({0, box(kMe), 9}, "post"), "flush 0", text({2, box(3), 9}, "post"), "flush 2"},
+    expect(r.network.taken(), {text("post", {0, box(kMe), 9}), "flush 0", text("post", {2, box(3), 9}), "flush 2"},
            "announcements");
   }
   r.peers->poison(r.w, 55);
   expect(r.network.taken(),
-         {text({0, r.layout.poison, 55}, "put_last"), "flush 0", text({2, r.layout.poison, 55}, "put_last"), "flush 2"},
+         {text("put_last", {0, r.layout.poison, 55}), "flush 0", text("put_last", {2, r.layout.poison, 55}), "flush 2"},
          "poison");
   expect(r.peers->go_on() == Background::kNever && r.network.taken().empty(), "without an op nothing goes on");
 }
@@ -181,7 +157,7 @@ void check_last_words() {
   r.network.on_drive = [&] { r.network.is_flushed[2] = ++drives == 2; };
   expect(r.peers->last_words(r.w, 2) == "no memory" && drives == 2, "last words are read once they are here");
   const int64_t bytes = sizeof(LastWords);
-  expect(r.network.taken(), {text({2, r.layout.last_words, bytes}, "get"), "flush 2"}, "last words");
+  expect(r.network.taken(), {text("get", {2, r.layout.last_words, bytes}), "flush 2"}, "last words");
   r.network.is_lost[2] = true;
   expect(r.peers->last_words(r.w, 2).empty(), "whoever is lost has no words");
 }
@@ -193,7 +169,7 @@ void check_entries() {
     for (int64_t end = -1; end < 8; ++end) {
       get_entries(r.network, 2, 800, here, first, end, 6);
       const bool range = 0 <= first && first < end && end <= 6;
-      expect(r.network.taken(), range ? Log{text({2, 800 + 8 * first, 8 * (end - first)}, "get")} : Log{}, "entries");
+      expect(r.network.taken(), range ? Log{text("get", {2, 800 + 8 * first, 8 * (end - first)})} : Log{}, "entries");
       expect(!range || r.network.to == here + first, "entries are here where they are there");
     }
   }
@@ -210,7 +186,7 @@ void check_rows() {
   Log wanted;
   for (const auto& [peer, first, count] : runs) {
     const int64_t offset = r.layout.window[kWindow].tokens + first * kStride;
-    wanted.push_back(text({peer, offset, (count - 1) * kStride + kRowBytes}, "get"));
+    wanted.push_back(text("get", {peer, offset, (count - 1) * kStride + kRowBytes}));
   }
   {
     RowGetter rows(r.w, r.network, kWindow, kRowBytes, [&](int peer) { return memory.data() + 1000 * peer; });
@@ -243,11 +219,11 @@ void check_fetch() {
   expect(r.network.taken().empty(), "nothing is fetched before a peer has announced");
   r.announce(2, header);
   r.peers->go_on();
-  const Log counts = {text({2, o.counts, o.pulls - o.counts}, "get"), "flush 2"};
-  const Log lists = {text({2, o.pulls + 16, 48}, "get"), text({2, o.copies + 2 * 16, 5 * 16}, "get"),
-                     text({2, o.weights + 8, 20}, "get"), "flush 2"};
-  const Log rows = {text({2, o.tokens, kStride + kRowBytes}, "get"),
-                    text({2, o.tokens + 5 * kStride, kRowBytes}, "get"), "flush 2", "flush 2"};
+  const Log counts = {text("get", {2, o.counts, o.pulls - o.counts}), "flush 2"};
+  const Log lists = {text("get", {2, o.pulls + 16, 48}), text("get", {2, o.copies + 2 * 16, 5 * 16}),
+                     text("get", {2, o.weights + 8, 20}), "flush 2"};
+  const Log rows = {text("get", {2, o.tokens, kStride + kRowBytes}),
+                    text("get", {2, o.tokens + 5 * kStride, kRowBytes}), "flush 2", "flush 2"};
   Log all = counts;
   all.insert(all.end(), lists.begin(), lists.end()), all.insert(all.end(), rows.begin(), rows.end());
   expect(r.network.taken(), all, "what is fetched of a peer, if everything is here at once");
@@ -297,7 +273,7 @@ void check_implausible_lists() {
     r.peers->go_on();
     const Log all = r.network.taken();
     const int64_t tokens = r.layout.window[kWindow].tokens;
-    const auto rows = std::count(all.begin(), all.end(), text({2, tokens, kRowBytes}, "get"));
+    const auto rows = std::count(all.begin(), all.end(), text("get", {2, tokens, kRowBytes}));
     const auto gets = std::count_if(all.begin(), all.end(), [](const std::string& line) { return line[0] == 'g'; });
     expect(rows == expected && gets == 1 + 2 * expected, "what implausible lists name");
     r.peers->stop();
@@ -323,8 +299,8 @@ void check_fetch_of_a_plan() {
   r.peers->go_on();
   const int64_t tokens = r.layout.window[kWindow].tokens;
   expect(r.network.taken(),
-         {text({0, tokens + kStride, kStride + kRowBytes}, "get"), "flush 0", "flush 0",
-          text({2, tokens + 3 * kStride, kRowBytes}, "get"), text({2, tokens + 5 * kStride, kRowBytes}, "get"),
+         {text("get", {0, tokens + kStride, kStride + kRowBytes}), "flush 0", "flush 0",
+          text("get", {2, tokens + 3 * kStride, kRowBytes}), text("get", {2, tokens + 5 * kStride, kRowBytes}),
           "flush 2", "flush 2"},
          "the rows of a plan");
   HostIdle idle = r.idle(60);
@@ -354,7 +330,7 @@ void check_link() {
   expect(here == link.target_row(r.w, 2, r.w.partial_row(kWindow, 2, 0)), "a token has one row at a time");
   std::strcpy(here, "a partial row");
   link.deliver(r.w, 2, home, kRowBytes), link.put(r.w, 2, scalar, 2.5f);
-  expect(r.network.taken(), {text({2, home, kRowBytes}, "put"), text({2, scalar, 4}, "put")}, "puts");
+  expect(r.network.taken(), {text("put", {2, home, kRowBytes}), text("put", {2, scalar, 4})}, "puts");
   const char* const of_scalar = static_cast<const char*>(r.network.from);
   link.put(r.w, 2, r.w.scalar(kWindow, 0, 0), 0.5f);
   expect(of_scalar - static_cast<const char*>(r.network.from) == 4 * (3 * kTopk + 1), "scalars are stored in order");

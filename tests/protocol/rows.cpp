@@ -1,8 +1,6 @@
 // Compares the row primitives of the instruction set that this file is compiled for with loops over elements: bits of
 // sums, dot products and coded rows, and every byte next to a row. Exits with 1 and a message on the first error.
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
 #include <random>
 #include <string>
 #include <vector>
@@ -15,6 +13,7 @@
 #endif
 
 #include "../../cuda/cpu/rows_body.h"
+#include "expect.h"
 
 using namespace moe_rt;
 using namespace moe_rt::rows;
@@ -25,12 +24,6 @@ const Table kTable = make_table("tested");
 constexpr int64_t kLengths[] = {1, 2, 7, 15, 16, 17, 33, 64, 65, 128, 129, 300};
 constexpr char kUntouched = 0x5a;
 std::mt19937_64 draw(1);
-
-void expect(bool holds, const std::string& what) {
-  if (holds) return;
-  std::printf("%s\n", what.c_str());
-  std::exit(1);
-}
 
 // A row in memory that starts a number of bytes after a line, between bytes that must stay as they are. Reading those
 // after it is an error for AddressSanitizer.

@@ -2,8 +2,6 @@
 // windows, shares of lanes and prefix sums. Exits with 1 and a message on the first error.
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <limits>
@@ -12,17 +10,12 @@
 
 #include "../../cuda/protocol/core/layout.h"
 #include "../../cuda/protocol/core/window_selector.h"
+#include "expect.h"
 #include "lanes.h"
 
 using namespace moe_rt;
 
 namespace {
-
-void expect(bool holds, const std::string& what) {
-  if (holds) return;
-  std::printf("%s\n", what.c_str());
-  std::exit(1);
-}
 
 // --- numbers and codes of status.h and platform.h ---
 

@@ -21,7 +21,7 @@ import torch
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from support.recorded import assert_on_record, every, result_of, write_record
+from support.recorded import assert_on_record, every, result_of, results_of, write_record
 
 from moe_rt.routes.file import MOST_EXPERTS, Routes, ids_of, layer_number, load, merge
 
@@ -161,8 +161,8 @@ RESULTS = {each.__name__: each for each in (headers, arrays, without_header, sav
 
 @pytest.mark.parametrize("name", RESULTS)
 def test_files_are_those_on_record(name: str) -> None:
-    assert_on_record(RECORD, name, RESULTS[name])
+    assert_on_record(RECORD, name, result_of(RESULTS[name]))
 
 
 if __name__ == "__main__":
-    write_record(RECORD, RESULTS)
+    write_record(RECORD, results_of(RESULTS))

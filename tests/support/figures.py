@@ -5,9 +5,6 @@ A record of them shows each change of a figure, and a reader which one it is.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,24 +14,14 @@ from matplotlib.figure import Figure
 from matplotlib.legend import Legend
 from matplotlib.text import Annotation, Text
 from matplotlib.ticker import FixedLocator, FuncFormatter, PercentFormatter
+from support.recorded import plain
 
 SHOWN_VALUES = (0.0, 0.5, 1.5, 2500.0)  # that the label of a tick may have
 
 
-def rounded(value: Any) -> Any:
-    """Return a value of JSON with six digits of each float, so that no platform's last digit counts."""
-    if isinstance(value, Mapping):
-        return {str(key): rounded(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple, np.ndarray)):
-        return [rounded(item) for item in value]
-    if isinstance(value, (float, np.floating)):
-        return float(f"{value:.6g}")
-    return value.item() if isinstance(value, np.generic) else value
-
-
-def described(figure: Figure) -> dict[str, Any]:
+def described(figure: Figure) -> Any:
     engine = figure.get_layout_engine()
-    return rounded(
+    return plain(
         {
             "inches": figure.get_size_inches(),
             "dpi": figure.get_dpi(),
@@ -44,20 +31,6 @@ def described(figure: Figure) -> dict[str, Any]:
             "axes": [_axes(axes) for axes in figure.axes],
         }
     )
-
-
-def check(figures: Mapping[str, Figure], record: Path) -> None:
-    """Check that figures are those on record."""
-    expected, now = json.loads(record.read_text()), {name: described(figure) for name, figure in figures.items()}
-    assert now.keys() == expected.keys()
-    for name, figure in now.items():
-        assert figure == expected[name], f"{name}; a change on purpose is recorded by running this file"
-
-
-def write(figures: Mapping[str, Figure], record: Path) -> None:
-    """Record figures, each on a line."""
-    lines = (f"{json.dumps(name)}: {json.dumps(described(figure))}" for name, figure in figures.items())
-    record.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def _axes(axes: Axes) -> dict[str, Any]:

@@ -20,8 +20,13 @@ import numpy as np
 from moe_rt.errors import MoeRtError
 
 DIGITS = 9
+LONG = 1000  # characters of a result that has one line
 REL, NEAR = 1e-5, 1e-9  # by which a number may differ, relative and absolute
-Results = Mapping[str, Callable[[], Any]]
+
+
+def results_of(makers: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
+    """Return all results, or the words of refusals."""
+    return {name: result_of(make) for name, make in makers.items()}
 
 
 def plain(value: Any) -> Any:
@@ -54,28 +59,45 @@ def every(make: Callable[..., Any], *values: Any) -> list[Any]:
     return [result_of(partial(make, *given)) for given in product(*values)]
 
 
-def differences(found: Any, recorded: Any, place: str, rel: float, near: float) -> Iterator[str]:
-    """Yield each place where a result is not the one on record."""
-    if isinstance(found, dict) and isinstance(recorded, dict) and list(found) == list(recorded):
-        for name, part in found.items():
-            yield from differences(part, recorded[name], f"{place}.{name}", rel, near)
+def assert_on_record(record: Path, name: str, found: Any, rel: float = REL, near: float = NEAR) -> None:
+    """Compare one result with the record."""
+    changed = list(_differences(json.loads(json.dumps(found)), entries(record).get(name), name, rel, near))
+    assert not changed, "\n".join([*changed, "a change on purpose is recorded by running the test file"])
+
+
+def entries(record: Path) -> dict[str, Any]:
+    """Return all results on record, by name."""
+    return dict(json.loads(record.read_text(encoding="utf-8")))
+
+
+def write_record(record: Path, results: Mapping[str, Any]) -> None:
+    """Write all results, one a line; of a long one, one part a line."""
+    record.write_text(_lines(results, LONG) + "\n", encoding="utf-8")
+
+
+def _lines(results: Mapping[str, Any], longest: float) -> str:
+    texts = []
+    for name, found in results.items():
+        text = json.dumps(found, ensure_ascii=False)
+        parts = isinstance(found, Mapping) and len(text) > longest
+        texts.append(f"{json.dumps(name, ensure_ascii=False)}: {_lines(found, math.inf) if parts else text}")
+    return "{\n" + ",\n".join(texts) + "\n}"
+
+
+def _differences(found: Any, recorded: Any, place: str, rel: float, near: float) -> Iterator[str]:
+    if isinstance(found, dict) and isinstance(recorded, dict):
+        if found.keys() == recorded.keys() and list(found) != list(recorded):
+            yield f"{place}: got the order {list(found)}, on record {list(recorded)}"
+        for name in found | recorded:
+            if name in found and name in recorded:
+                yield from _differences(found[name], recorded[name], f"{place}.{name}", rel, near)
+            else:
+                yield f"{place}.{name}: {'not on record' if name in found else 'only on record'}"
     elif isinstance(found, list) and isinstance(recorded, list) and len(found) == len(recorded):
         for number, part in enumerate(found):
-            yield from differences(part, recorded[number], f"{place}[{number}]", rel, near)
+            yield from _differences(part, recorded[number], f"{place}[{number}]", rel, near)
     elif type(found) is float and type(recorded) in (int, float):
         if not math.isclose(found, recorded, rel_tol=rel, abs_tol=near):
             yield f"{place}: got {found}, on record {recorded}"
     elif type(found) is not type(recorded) or found != recorded:
         yield f"{place}: got {found}, on record {recorded}"
-
-
-def assert_on_record(record: Path, name: str, make: Callable[[], Any], rel: float = REL, near: float = NEAR) -> None:
-    """Compare one result with the record."""
-    changed = list(differences(result_of(make), json.loads(record.read_text(encoding="utf-8"))[name], name, rel, near))
-    assert changed == [], "a change on purpose is recorded by running the test file"
-
-
-def write_record(record: Path, results: Results) -> None:
-    """Write all results, one a line."""
-    lines = (f"{json.dumps(name)}: {json.dumps(result_of(make), ensure_ascii=False)}" for name, make in results.items())
-    record.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")

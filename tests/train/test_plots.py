@@ -22,7 +22,8 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
-from support import figures
+from support.figures import described
+from support.recorded import assert_on_record, entries, write_record
 
 from moe_rt.train import plots
 
@@ -138,9 +139,12 @@ def every_figure(directory: Path) -> dict[str, Figure]:
 
 
 def test_figures_are_those_on_record(tmp_path: Path) -> None:
-    figures.check(every_figure(tmp_path), RECORD)
+    figures = every_figure(tmp_path)
+    assert figures.keys() == entries(RECORD).keys()
+    for name, figure in figures.items():
+        assert_on_record(RECORD, name, described(figure))
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as scratch:
-        figures.write(every_figure(Path(scratch)), RECORD)
+        write_record(RECORD, {name: described(figure) for name, figure in every_figure(Path(scratch)).items()})
