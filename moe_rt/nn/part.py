@@ -262,8 +262,8 @@ def _at(args: tuple[Any, ...], i: int) -> list[Part]:
     return [a[i] for a in args if isinstance(a, (list, tuple)) and i < len(a) and isinstance(a[i], Part)]
 
 
-def _mark(t: Any, parts: list[Part], mixed: bool) -> Any:
-    if not isinstance(t, Tensor) or isinstance(t, Part):
+def _mark(t: Tensor, parts: list[Part], mixed: bool) -> Part:
+    if isinstance(t, Part):  # of an op in place, whose result torch does not use
         return t
     wholes = {p.whole for p in parts if p.whole is not None}
     whole = wholes.pop() if wholes else None
