@@ -8,7 +8,7 @@ from bench.wrong_outputs import ROTATIONS, case_of, nan, one_bit, one_tenth_more
 from torch import Tensor
 
 from moe_rt.lab.bench.cases import DTYPES, Case
-from moe_rt.lab.bench.expect import Expectation, dense, make_grad_out
+from moe_rt.lab.bench.expect import Expectation, dense, make_grad_out, make_router
 from moe_rt.lab.bench.inputs import make_inputs
 from moe_rt.lab.testing.rounds import WrongOutput
 
@@ -145,3 +145,10 @@ def test_the_router_s_gradient_is_measured_as_a_whole(monkeypatch: pytest.Monkey
     expect.layer(NUMBER, {"router.grad": torch.tensor([[100.0], [4.0]])})
     with pytest.raises(WrongOutput):
         expect.layer(NUMBER, {"router.grad": torch.tensor([[100.0], [6.0]])})
+
+
+def test_logits_of_the_router_have_the_spread_of_its_inputs() -> None:
+    """With weights of another size, softmax would pick nearly one expert, or weigh all alike."""
+    case = case_of(1, "fp32", tokens=500, hidden=256, experts=64)
+    logits = make_inputs(case, 0, 0, 0).x @ make_router(case).weight.detach().T
+    assert float(logits.std()) == pytest.approx(1.0, rel=0.05)

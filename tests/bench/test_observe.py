@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from moe_rt.lab.bench import rank
+from moe_rt.lab.bench import observe, rank
 from moe_rt.lab.bench.contestants.base import Step
 from moe_rt.lab.bench.inputs import Inputs
 from moe_rt.lab.bench.observe import line_latency_ns, observe_layer, observe_pair
@@ -100,14 +100,14 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return machine
 
 
-def world_of(*others: Callable[[Any], Any]) -> World:
-    """Return rank 0's world; each function computes another rank's notes from rank 0's."""
+def world_of(*others: Callable[[Any], Any], meet: Callable[[], object] = int) -> World:
+    """Return rank 0's world; each function computes another rank's notes from rank 0's. `meet` runs in each meeting."""
     board: Any = SimpleNamespace(
         all_gather=lambda text, timeout_s: [text, *(json.dumps(other(json.loads(text))) for other in others)]
     )
     processor: Any = SimpleNamespace(finish=int, cool=int)
     group: Any = None
-    return World(0, 1 + len(others), group, board, SimpleNamespace(wait=int), processor, mpi=False)  # type: ignore[arg-type]
+    return World(0, 1 + len(others), group, board, SimpleNamespace(wait=meet), processor, mpi=False)  # type: ignore[arg-type]
 
 
 def times(factor: int) -> Callable[[Any], Any]:
@@ -201,6 +201,33 @@ def test_the_share_of_a_layer(machine: Machine) -> None:
     assert seen == {"share": {"forward": pytest.approx({"in_ops": 64.67 * 0.75, "of_it_waiting": 18.22 * 0.75})}}
 
 
+def test_ranks_meet_before_each_measurement(machine: Machine) -> None:
+    """Otherwise a rank that is late from one iteration would be waited for in the next."""
+    events: list[str] = []
+    world = world_of(meet=lambda: events.append("meet"))
+    inputs = Inputs(torch.ones(2, 3), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1))
+
+    def noted(name: str) -> Callable[..., Any]:
+        def run(*given: Any) -> Any:
+            events.append(name)
+            return getattr(machine, name)(*given)
+
+        return run
+
+    buffer: Any = SimpleNamespace(dispatch=noted("dispatch"), combine=noted("combine"), timings=machine.timings)
+    observe_pair(world, buffer, [inputs], cold=False)
+    assert events == ["meet", "dispatch", "combine"] * 2 * observe.ITERS
+
+    events.clear()
+
+    def run(i: int) -> None:
+        events.append("layer")
+        machine.now += 1_000
+
+    observe_layer(world, buffer, [Step(run, lambda i, output: None, "forward")], cold=False)
+    assert events == ["meet", "layer"] * (observe.ITERS // 3)
+
+
 @pytest.mark.parametrize(
     ("op", "on_gpu", "expected"), [("pair", False, ["pair", "inputs"]), ("layer", False, ["layer", "steps"]),
                                    ("pair", True, []), ("layer", True, [])],
@@ -208,8 +235,8 @@ def test_the_share_of_a_layer(machine: Machine) -> None:
 def test_what_is_observed(monkeypatch: pytest.MonkeyPatch, op: str, on_gpu: bool, expected: list[str]) -> None:
     """The host does not observe a GPU's ops."""
     for name in ("pair", "layer"):
-        observe = lambda world, buffer, given, cold, name=name: {"called": [name, given]}  # noqa: E731
-        monkeypatch.setattr(rank, f"observe_{name}", observe)
+        observed = lambda world, buffer, given, cold, name=name: {"called": [name, given]}  # noqa: E731
+        monkeypatch.setattr(rank, f"observe_{name}", observed)
     contestant: Any = SimpleNamespace(case=SimpleNamespace(op=op, on_gpu=on_gpu), buffer=None)
     given: Any = (None, SimpleNamespace(cold=False), contestant, "steps", "inputs")
     assert rank._observe(*given).get("called", []) == expected

@@ -20,7 +20,7 @@ from moe_rt.plan.calibration import calibrate, published, save
 from moe_rt.plan.distinct import distinct
 from moe_rt.plan.models import MODELS, find_model, read_config
 from moe_rt.plan.points import COLUMNS, parse
-from moe_rt.plan.routing import capacity_advice, popularity
+from moe_rt.plan.routing import capacity_advice, overflow, popularity
 
 QWEN = MODELS["qwen3-30b-a3b"]
 UNIFORM = popularity(QWEN.experts)
@@ -351,3 +351,26 @@ def test_plots_are_drawn(tmp_path: Path, suffix: str) -> None:
     done = invoke("--model", "qwen3-30b-a3b", "--gpus", "4", "--tokens", "64", "--plot", str(path))
     assert done.exit_code == 0, done.output
     assert path.stat().st_size > 5000
+
+
+def test_a_plot_shows_the_best_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Memory is the least of each size, and the risk is that of the first line of the table."""
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: drawn.append(figure))
+    plan = make_plan(QWEN, Cluster(8), 64)
+    plots.draw_plan(plan, UNIFORM, tmp_path / "plan.svg", published())
+    _, memory, risk = drawn[0].axes
+    sizes, gigabytes = memory.get_lines()[0].get_data()
+    for size, shown in zip(sizes, gigabytes, strict=True):
+        each = [layer.memory_bytes / 1e9 for layer in plan.layers if layer.configuration.ep_size == size]
+        assert shown == pytest.approx(min(each))
+    assert set(sizes) == {layer.configuration.ep_size for layer in plan.layers}
+    best = plan.layers[0].configuration
+    factors, shown = risk.get_lines()[0].get_data()
+    for factor, probability in zip(factors, shown, strict=True):
+        expected = overflow(factor, best.tokens, QWEN.topk, best.ep_size, UNIFORM).probability
+        assert probability == pytest.approx(max(expected, 1e-8))
+    assert risk.get_title() == f"overflow, EP {best.ep_size}"

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from train import cases_train as cases
 
 from moe_rt import MoELayer
-from moe_rt.errors import InvalidConfig, MoeRtError
+from moe_rt.errors import InvalidConfig, MissingPackage, MoeRtError
 from moe_rt.lab.testing.ports import free_ports
 from moe_rt.parallel.clip import clip_grad_norm_
 from moe_rt.train import cli, loop, train
@@ -49,6 +49,14 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     result = launch(*TORCHRUN, "-m", "moe_rt.train", *arguments(out=out, steps=30, sample_bytes=20))
     assert result.returncode == 0, result.stderr
     return out, result.stdout
+
+
+def test_training_needs_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that could not draw its curves at the end does not begin."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingPackage, match=r"training draws its curves: got no package matplotlib"):
+        train(cases.tiny(out=tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_bar_shows_no_number_before_there_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
