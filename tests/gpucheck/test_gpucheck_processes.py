@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+import torch
 from click.testing import CliRunner
 
 from moe_rt.cli import main
@@ -23,6 +28,25 @@ def test_every_part() -> None:
     (table,) = check.tables
     assert [row[0] for row in table.rows] == ["dispatch", "combine"] * len(processes.TOKENS)
     assert all(number > 0 for row in table.rows for number in row[1:4])
+
+
+def test_a_copy_is_timed_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks begin together, and the time is read when the device has finished. Runs to warm up do not count."""
+    events: list[str] = []
+    seconds = iter(float(i) for i in range(100))
+
+    def timer() -> Any:
+        timed: Any = SimpleNamespace(start=lambda: events.append("start"), stop=lambda: events.append("stop"))
+        timed.seconds = lambda: events.append("read") or next(seconds)
+        return timed
+
+    monkeypatch.setattr(processes, "Timer", timer)
+    monkeypatch.setattr(processes, "_finish", lambda device: events.append("finish"))
+    monkeypatch.setattr(processes.dist, "barrier", lambda: events.append("barrier"))
+    median = processes._median(lambda: events.append("call"), torch.device("cuda"))
+    total = processes.WARM_UP + processes.RUNS
+    assert events == ["barrier", "start", "call", "stop", "finish", "read"] * total
+    assert median == statistics.median(range(processes.WARM_UP, total))
 
 
 def test_one_process_is_skipped() -> None:

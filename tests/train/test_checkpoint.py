@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -123,6 +124,30 @@ def test_checkpoints_of_steps_of_any_length_are_found_in_order(tmp_path: Path) -
         (tmp_path / name).mkdir()
     assert [path.name for path in checkpoint._checkpoints(tmp_path)] == names
     assert [path.name for path in checkpoint._checkpoints(tmp_path, checkpoint.DAMAGED)] == ["step-00000011.damaged"]
+
+
+def test_files_are_on_the_disk_before_they_have_their_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint that a power cut leaves under its name is whole, and the name itself is on the disk."""
+    flushed: set[int] = set()  # inodes: files are also renamed
+    not_flushed: list[list[str]] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def noted_fsync(fd: Any) -> None:
+        flushed.add(os.fstat(fd if isinstance(fd, int) else fd.fileno()).st_ino)
+        fsync(fd)
+
+    def noted_rename(path: Path, target: Path) -> Path:
+        if path.is_dir():
+            not_flushed.append([p.name for p in (path, *path.iterdir()) if p.stat().st_ino not in flushed])
+            flushed.clear()
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(Path, "rename", noted_rename)
+    train(cases.tiny(out=tmp_path, steps=1))
+    monkeypatch.undo()
+    assert not_flushed == [[]]
+    assert flushed == {(tmp_path / "checkpoints").stat().st_ino}
 
 
 def test_a_rank_that_the_system_refuses_is_named() -> None:
