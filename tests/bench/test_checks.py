@@ -136,6 +136,15 @@ def test_a_token_is_measured_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
             expect.layer(NUMBER, {"out": torch.tensor(wrong)})
 
 
+@pytest.mark.parametrize(("dtype", "most"), [("bf16", 0.05), ("fp16", 0.01), ("fp32", 1e-4), ("fp64", 1e-4)])
+def test_how_far_a_token_may_be_off(monkeypatch: pytest.MonkeyPatch, dtype: str, most: float) -> None:
+    monkeypatch.setattr("moe_rt.lab.bench.expect.dense", lambda *arguments: {"out": torch.tensor([[1.0, 0.0]])})
+    expect = Expectation(case_of(1, dtype, op="layer"), 0, 0, ROTATIONS)
+    expect.layer(NUMBER, {"out": torch.tensor([[1.0, 0.95 * most]])})
+    with pytest.raises(WrongOutput):
+        expect.layer(NUMBER, {"out": torch.tensor([[1.0, 1.05 * most]])})
+
+
 def test_the_router_s_gradient_is_measured_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """The router's gradient is compared as a whole, since gradients of some experts nearly cancel."""
     monkeypatch.setattr(

@@ -324,3 +324,19 @@ dist.all_reduce(x, dist.ReduceOp.AVG)
 assert x.tolist() == [4.0] * 3
 dist.destroy_process_group()
 """)
+
+
+def test_a_missing_package_is_missing() -> None:
+    """Under the hooks too, an import that finds nothing says so, and a namespace package is left as it is."""
+    passes("""
+import importlib.util
+from importlib.machinery import ModuleSpec
+assert hooks._then(None, print) is None
+namespace = ModuleSpec("torch", None)
+assert hooks._then(namespace, print) is namespace and namespace.loader is None
+called = []
+found = hooks._then(importlib.util.find_spec("colorsys"), called.append)
+module = importlib.util.module_from_spec(found)
+found.loader.exec_module(module)
+assert called == [module] and module.rgb_to_hsv(0, 0, 0) == (0, 0, 0)
+""")

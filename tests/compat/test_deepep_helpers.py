@@ -156,6 +156,19 @@ def test_precise_scores_send_a_share_to_each_rank(num_ranks: int, per_rank: int,
     assert (ranks.max(1).values == min(per_rank, 1 + num_topk - fewest)).all()
 
 
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("precise", [True, False])
+def test_scores_are_fp32_under_any_default(default: torch.dtype, precise: bool) -> None:
+    torch.manual_seed(0)
+    torch.set_default_dtype(default)
+    try:
+        scores = get_unbalanced_scores(50, 12, 4, 3, 2.0, precise)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert scores.dtype is torch.float32
+    assert len(scores.unique()) == scores.numel(), "bf16 would make many equal"
+
+
 def test_scores_of_ratio_one_are_any_scores() -> None:
     torch.manual_seed(3)
     scores = get_unbalanced_scores(7, 12, 4, 3, 1.0, False)

@@ -64,6 +64,27 @@ def two_bad_dispatches(group: Any) -> tuple[str, int]:
     return "no error", -1
 
 
+def bad_ids_of_threads(group: Any, bad: dict[int, int]) -> list[str]:
+    """Rank 1, whose ops run on three threads, dispatches 12 tokens, some to experts that do not exist: `bad`, by token.
+    Return the errors of a whole op and of halves."""
+    with open_buffer(group, num_threads=3) as buffer:
+        spec, texts = buffer.spec, []
+        x, idx = torch.randn(12, spec.hidden), torch.zeros(12, spec.num_topk, dtype=torch.int64)
+        if buffer.rank == 1:
+            for token, expert in bad.items():
+                idx[token, 1] = expert
+        for wait in (True, False):
+            try:
+                pending: Any = buffer.dispatch(x, idx, torch.ones(idx.shape), wait=wait)
+                if not wait:
+                    pending.wait()
+                texts.append("no error")
+            except InvalidRouting as error:
+                texts.append(str(error))
+            good_round(buffer)
+    return texts
+
+
 def bad_combine(group: Any, faulty_rank: int, name: str, value: torch.Tensor) -> str:
     with open_buffer(group) as buffer:
         spec = buffer.spec

@@ -73,6 +73,13 @@ def test_the_first_of_two_refusals_is_named_everywhere(make_ranks: MakeRanks, he
         assert peer == 1
 
 
+@pytest.mark.parametrize("bad", [{0: 91}, {5: 91}, {11: 91}, {5: 91, 9: 92}], ids=str)
+def test_every_thread_s_tokens_are_checked(make_ranks: MakeRanks, bad: dict[int, int]) -> None:
+    """Each of three threads has four tokens. The first bad one counts."""
+    for texts in make_ranks("shm", SIZE).run(cases.bad_ids_of_threads, bad):
+        assert ["expert id 91" in text for text in texts] == [True, True], texts
+
+
 @pytest.mark.parametrize("heap", CPU_HEAPS)
 @pytest.mark.parametrize(
     ("name", "value", "here"),

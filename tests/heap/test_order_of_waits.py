@@ -64,6 +64,7 @@ class Network:
 
     def __init__(self, looks: dict[int, int], lost: tuple[int, ...] = ()) -> None:
         self.looks, self._lost = dict(looks), lost
+        self.slept: list[float] = []
 
     def flushed(self, peer: int) -> bool:
         self.looks[peer] -= 1
@@ -81,7 +82,7 @@ def connected(monkeypatch: pytest.MonkeyPatch, network: Network, timeout_s: floa
     warned: list[Any] = []
     failures = itertools.count()
     clock = itertools.count(0.0, 1.0)
-    monkeypatch.setattr(ucx, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda s: None))
+    monkeypatch.setattr(ucx, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=network.slept.append))
     monkeypatch.setattr(ucx, "warn", lambda *given: warned.append(given))
     group: Any = SimpleNamespace(rank=1, raise_first_failure=lambda: next(failures))
     segments = Segments([0, 4096, 0], [None] * 3, [None] * 3, network=network)
@@ -93,6 +94,7 @@ def test_each_remote_peer_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     network = Network({0: 3, 2: 2})
     assert connected(monkeypatch, network) == ([], 5)
     assert network.looks == {0: -1, 2: -1}, "the own segment has an address, and needs no connection"
+    assert network.slept == [ucx._PAUSE_S] * 5, "peers on this core need it"
 
 
 def test_a_warning_comes_once_after_a_tenth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
