@@ -58,7 +58,9 @@ def save(directory: Path, step: int, model: nn.Module, optimizer: torch.optim.Op
     except (WriteFailed, CheckpointException) as error:
         if main:
             shutil.rmtree(unfinished, ignore_errors=True)
-        raise WriteFailed(f"{final}: got no checkpoint: {_reason(error)}") from error
+        rank, peer = dist.get_rank(), error.peer if isinstance(error, WriteFailed) else min(error.failures)
+        message = f"{final}: got no checkpoint: {_reason(error)}"
+        raise WriteFailed(message, rank=rank, peer=-1 if peer == rank else peer) from error
 
 
 def load(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, config: TrainConfig) -> int:

@@ -87,7 +87,7 @@ def test_a_segment_that_is_not_what_its_rank_announced(
     stat = os.fstat(fd)
     record = {"pid": os.getpid(), "fd": fd, "dev": stat.st_dev, "ino": stat.st_ino, "host": "here"}
     record |= {name: value for name, value in changes.items() if name in record}
-    segments, opened = Segments([], [], []), [fd]
+    segments, opened, before = Segments([], [], []), [fd], len(os.listdir("/proc/self/fd"))
     user = changes.get("user", os.geteuid())
     monkeypatch.setattr(os, "geteuid", lambda: user)
     try:
@@ -102,6 +102,7 @@ def test_a_segment_that_is_not_what_its_rank_announced(
         segments.release()
         for descriptor in opened:
             os.close(descriptor)
+    assert len(os.listdir("/proc/self/fd")) == before - 1, "who opened them closes those of refused segments also"
 
 
 @pytest.mark.parametrize("name", ["ENOSPC", "ENOMEM", "EFAULT", "EFBIG", "EACCES"])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from moe_rt.errors import InvalidConfig, InvalidInput
 from moe_rt.lab.testing.rounds import check_bits
+from moe_rt.nn import experts
 from moe_rt.nn.chunks import half_way
 from moe_rt.nn.experts import Experts, ExpertsConfig, SharedExpert, SwiGLUExperts, expert_mlp
 from moe_rt.nn.overlap import late_weights, weights_of
@@ -105,6 +106,22 @@ def test_weights_are_cast_to_the_dtype_of_rows(config: ExpertsConfig) -> None:
         ]
         close = dict(rtol=0.1, atol=0.5) if dtype is torch.bfloat16 else {}
         torch.testing.assert_close(y, torch.cat(dense), **close)
+
+
+def test_products_are_of_all_rows_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products row by row take longer: only `sums="invariant"` asks for them."""
+    seen: list[bool] = []
+    multiply = experts.grouped_linear
+
+    def noted(*given: Any, row_wise: bool, **named: Any) -> torch.Tensor:
+        seen.append(row_wise)
+        return multiply(*given, row_wise=row_wise, **named)
+
+    monkeypatch.setattr(experts, "grouped_linear", noted)
+    module = Experts(3, H, W, ExpertsConfig())
+    module(drawn(7, H), OFFS)
+    expert_mlp(drawn(7, H), OFFS, dict(module.named_parameters()), module.config)
+    assert seen == [False] * 4
 
 
 @pytest.mark.parametrize("row_wise", [False, True])

@@ -194,7 +194,7 @@ def test_copies_of_all_layers_share_a_group(monkeypatch: pytest.MonkeyPatch) -> 
         for _ in range(3)
     ]
     experts = [("", nn.Linear(1, 1), each) for each in inner]
-    copies = [(0, 2), (0, 2), (0, 3)]
+    copies, made_equal = [(0, 2), (0, 2), (0, 3)], []
     agreed = iter((same, True) for same in copies)
 
     def new_group(ranks: list[int], **options: Any) -> Any:
@@ -204,8 +204,10 @@ def test_copies_of_all_layers_share_a_group(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(wrapping, "spread_modules", lambda model: experts)
     monkeypatch.setattr(wrapping, "_process_group", lambda group: SimpleNamespace(size=lambda: 4))
     monkeypatch.setattr(wrapping, "_agree", lambda *given: next(agreed))
-    monkeypatch.setattr(wrapping, "_broadcast", lambda *given: None)
+    monkeypatch.setattr(wrapping, "_broadcast", lambda module, group: made_equal.append((module, group.group_name)))
     monkeypatch.setattr(wrapping.dist, "new_group", new_group)
     prepare(nn.Linear(1, 1), object())  # type: ignore[arg-type]
     assert made == [[0, 2], [0, 3]]
-    assert [each.mean for each in inner] == [Mean(4, "group 1"), Mean(4, "group 1"), Mean(4, "group 2")]
+    names = ["group 1", "group 1", "group 2"]
+    assert [each.mean for each in inner] == [Mean(4, name) for name in names]
+    assert made_equal == [(module, name) for (_, module, _), name in zip(experts, names, strict=True)]

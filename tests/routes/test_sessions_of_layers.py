@@ -195,6 +195,7 @@ def test_recorded_layers_are_found_by_name_whatever_their_order() -> None:
     ("recorded_ones", "layers", "found"),
     [
         (["a", "b"], ["b"], [1]),
+        (["b", "a"], ["a", "b"], [1, 0]),
         (["a"], ["z"], [0]),
         (["0", "1", "2"], ["x.2", "x.0"], [2, 0]),
         (["0", "1", "x"], ["y.1"], [1]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import shutil
@@ -18,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from train import cases_damage as cases
 from train import cases_train
 
-from moe_rt.errors import CorruptCheckpoint, InvalidConfig, PeerDead
+from moe_rt.errors import CorruptCheckpoint, InvalidConfig, PeerDead, WriteFailed
 from moe_rt.train import checkpoint, train
 from moe_rt.train.loop import make_optimizer
 from moe_rt.train.parallel import process_group
@@ -321,6 +322,30 @@ def test_a_full_disk_says_that_it_is_full(make_ranks: MakeRanks, tmp_path: Path)
             assert 'got "No space left on device"' in message
     finally:
         subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+@pytest.mark.parametrize("where", ["_begin", "_write_manifest", "_sha256", "_publish"])
+def test_nothing_is_left_of_a_refused_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """The disk fills up at each step of a save. The older checkpoint stays, and the next save works."""
+    cases.save(None, tmp_path, 1)
+    owner = checkpoint.digests if where == "_sha256" else checkpoint
+    act = getattr(owner, where)
+
+    def refused(*given: Any) -> None:
+        if where != "_publish":
+            act(*given)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, where, refused)
+        with pytest.raises(WriteFailed) as raised:
+            cases.save(None, tmp_path, 2)
+    said = f'{tmp_path}/step-00000002: got no checkpoint: rank 0 got "No space left on device"'
+    assert str(raised.value) == f"{said} (moe-rt docs errors#writefailed)"
+    assert raised.value.rank == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    cases.save(None, tmp_path, 2)
+    assert cases.load(None, tmp_path) == 2
 
 
 def test_a_rank_that_dies_in_a_save_is_named(tmp_path: Path) -> None:
