@@ -15,12 +15,13 @@ import torch
 from faults.cases_faults import good_round, open_buffer
 from support.routing import make_spec
 
-from moe_rt import Buffer
+from moe_rt import Buffer, _engine
 from moe_rt.config.options import Route
 from moe_rt.lab.testing.resources import held, left_of
 from moe_rt.memory.ucx import await_peers
 
 _FOREVER_S = 800.0
+_READS_LATE_S = 0.5
 _ROUNDS_S = 0.5  # a few rounds of 64 rows on a link of 200 Mbit/s
 
 
@@ -175,6 +176,23 @@ def quiet_round(buffer: Buffer) -> None:
     idx[:, 0] = torch.arange(2) * (spec.num_experts - 1)
     recv_x, recv_weights, handle = buffer.dispatch(x, idx, torch.ones(idx.shape))
     assert torch.equal(buffer.combine(recv_x, recv_weights, handle), x)
+
+
+def the_last_op_is_read_late(group: Any, marker: str) -> bool:
+    """Rank 1 reads what the others announced last when they have closed. Return whether this rank's end came after."""
+    with open_buffer(group) as buffer:
+        spec = buffer.spec
+        nothing = torch.zeros(0, spec.hidden), torch.zeros(0, spec.num_topk, dtype=torch.int64)
+        pending = buffer.dispatch(*nothing, torch.ones(0, spec.num_topk), wait=False)
+        if buffer.rank == 1:
+            await_files(marker, [rank for rank in range(buffer.num_ranks) if rank != 1])
+            time.sleep(_READS_LATE_S)
+            Path(f"{marker}.1").touch()
+        pending.wait()
+    if buffer.rank != 1:
+        Path(f"{marker}.{buffer.rank}").touch()
+    _engine.await_networks(_FOREVER_S)
+    return Path(f"{marker}.1").exists()
 
 
 def left_of_buffers(group: Any, times: int) -> dict[str, int]:

@@ -53,6 +53,12 @@ def test_a_killed_rank(ranks: NodeRanks, rank: int, at: str) -> None:
     assert all(text.endswith(("then PeerDead", "then GroupPoisoned")) for text in outcomes), outcomes
 
 
+def test_an_end_waits_for_remote_readers(ranks: NodeRanks, tmp_path: Path) -> None:
+    """A program that ends at once takes nothing from a rank on another node; one on the same node needs no wait."""
+    first, *_ = ranks.run(cases.the_last_op_is_read_late, str(tmp_path / "marker"))
+    assert first
+
+
 def test_a_link_that_goes_down(ranks: NodeRanks, tmp_path: Path) -> None:
     """Both sides notice, although no process has exited; a link that is up again serves new buffers."""
     cut = once_all_have_begun(tmp_path / "begun", ranks.size, lambda: ranks.cluster.cut(1))
