@@ -16,6 +16,7 @@ from typing import Any
 import matplotlib.image
 import pytest
 import torch
+import torch.nn.functional as F
 from click.testing import CliRunner
 from rich.console import Console
 from support.forked_python import commands, run_python
@@ -49,6 +50,33 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     result = launch(*TORCHRUN, "-m", "moe_rt.train", *arguments(out=out, steps=30, sample_bytes=20))
     assert result.returncode == 0, result.stderr
     return out, result.stdout
+
+
+def test_figures_of_a_step_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss is the mean over bytes, and its gradients have its scale. The clock advances two seconds a step."""
+    step, compared = loop.Trainer._train_step, []
+
+    def by_hand(trainer: loop.Trainer, number: int) -> Any:
+        config = trainer.config
+        batch = dict(seed=config.seed, step=number, indices=trainer.rows, seq_len=config.seq_len)
+        x, y = trainer.corpus.train_batch(**batch)
+        out = trainer._forward(x)
+        loss = F.cross_entropy(out.logits.flatten(0, 1), y.flatten())
+        grads = torch.autograd.grad(loss + out.aux_loss, list(trainer.model.parameters()))
+        norm = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
+        clock = iter([100.0, 102.0])
+        with monkeypatch.context() as patch:
+            patch.setattr(loop.time, "perf_counter", lambda: next(clock))
+            row = step(trainer, number)
+        for name, expected in {"loss": loss, "aux_loss": out.aux_loss, "grad_norm": norm}.items():
+            assert row[name] == pytest.approx(expected.item(), rel=1e-4), name
+        assert row["tokens_per_s"] == config.batch_size * config.seq_len / 2.0
+        compared.append(number)
+        return row
+
+    monkeypatch.setattr(loop.Trainer, "_train_step", by_hand)
+    train(cases.tiny(out=tmp_path, steps=2))
+    assert compared == [1, 2]
 
 
 def test_training_needs_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
