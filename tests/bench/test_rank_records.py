@@ -326,3 +326,11 @@ def test_a_round_trip_between_first_ranks_of_the_first_and_the_last_node(monkeyp
         thread.join()
     assert found == [3.5] * 4
     assert gathered[1] == ["3.5", "0.0", "0.0", "0.0"]
+
+
+def test_a_round_trip_that_nobody_begins_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 may have died after the meeting."""
+    monkeypatch.setattr(links, "TIMEOUT_S", 0.05)
+    board = SimpleNamespace(all_gather=lambda text, timeout_s: [text] * 2)
+    with pytest.raises(TimeoutError):
+        links.round_trip_us(world_of(2, 1, board=board), Topology((0, 1)))
