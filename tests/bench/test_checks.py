@@ -157,7 +157,7 @@ def test_the_router_s_gradient_is_measured_as_a_whole(monkeypatch: pytest.Monkey
 
 
 def test_logits_of_the_router_have_the_spread_of_its_inputs() -> None:
-    """With weights of another size, softmax would pick nearly one expert, or weigh all alike."""
+    """Larger ones would make softmax pick nearly one expert, smaller ones weigh all alike."""
     case = case_of(1, "fp32", tokens=500, hidden=256, experts=64)
     logits = make_inputs(case, 0, 0, 0).x @ make_router(case).weight.detach().T
     assert float(logits.std()) == pytest.approx(1.0, rel=0.05)

@@ -54,7 +54,7 @@ def test_a_killed_rank(ranks: NodeRanks, rank: int, at: str) -> None:
 
 
 def test_an_end_waits_for_remote_readers(ranks: NodeRanks, tmp_path: Path) -> None:
-    """A program that ends at once takes nothing from a rank on another node; one on the same node needs no wait."""
+    """A program that ends immediately takes nothing from a rank on another node."""
     first, *_ = ranks.run(cases.the_last_op_is_read_late, str(tmp_path / "marker"))
     assert first
 
