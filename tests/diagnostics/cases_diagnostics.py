@@ -15,6 +15,7 @@ from faults.cases_faults import good_round, open_buffer
 from moe_rt import Buffer, ThreadGroup
 from moe_rt.diagnostics import Report
 from moe_rt.diagnostics.collect import report_on
+from moe_rt.diagnostics.elsewhere import elsewhere
 from moe_rt.errors import MoeRtError
 
 WAIT_S = 1000.0  # `moe-rt info` on waiting ranks takes a minute on a busy core
@@ -147,11 +148,20 @@ def differing_calls(group: Any, faulty_rank: int, what: str) -> tuple[str, int]:
     return "no error", -1
 
 
+def until_it_waits_elsewhere(buffer: Buffer, late: int) -> None:
+    """Return once a rank waits in another buffer, however long a busy machine takes for that."""
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline and not elsewhere(buffer._engine._segments, buffer.rank, late, 0):  # type: ignore[attr-defined]
+        time.sleep(0.01)
+
+
 def crossed_buffers(group: Any) -> str:
     """Rank 0 uses the first buffer first, rank 1 the second; rank 0 times out first."""
     rank = group.rank if isinstance(group.rank, int) else group.rank()
     try:
         with open_buffer(group, timeout_s=60.0 if rank else 1.0) as one, open_buffer(group, timeout_s=60.0) as two:
+            if rank == 0:
+                until_it_waits_elsewhere(one, late=1)
             for buffer in (two, one) if rank else (one, two):
                 good_round(buffer)
     except MoeRtError as error:
@@ -166,10 +176,11 @@ def crossed_with_some(group: Any) -> str:
         with open_buffer(group, timeout_s={0: 2.0, 1: 60.0, 2: 60.0}[rank]) as all_three:
             if rank == 0:
                 dist.barrier(group)
+                until_it_waits_elsewhere(all_three, late=1)
                 good_round(all_three)
                 return "no error"
             with open_buffer(some, timeout_s=60.0) as pair:
-                dist.barrier(group)  # rank 1 waits by the time rank 0 gives up
+                dist.barrier(group)
                 for buffer in (pair, all_three) if rank == 1 else (all_three, pair):
                     good_round(buffer)
     except MoeRtError as error:
@@ -178,12 +189,14 @@ def crossed_with_some(group: Any) -> str:
 
 
 def late_beside_a_used_buffer(group: Any) -> str:
-    """Rank 1 is late in one buffer and has waited in another before."""
+    """Rank 1 is late in one buffer, until rank 0 gives up, and has waited in another before."""
     with open_buffer(group) as one, open_buffer(group, timeout_s=1.0) as two:
         good_round(one)
-        if two.rank == 1:
-            time.sleep(3.0)
+        deadline = time.monotonic() + WAIT_S
         try:
+            while two.rank == 1 and time.monotonic() < deadline:
+                two.check()
+                time.sleep(0.01)
             good_round(two)
         except MoeRtError as error:
             return f"{type(error).__name__}: {error}"
