@@ -9,7 +9,6 @@ have.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -34,42 +33,54 @@ class Calls:
 
     def __init__(self) -> None:
         self.count = 0
-        self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._numbers: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()  # of all forwards in a region
+        self._turns: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()  # a backward, and its recomputations
 
     def recomputes(self) -> bool:
         """True if this call recomputes one of the forwards."""
-        return in_backward() and any(one in self._numbers for one in _kept_objects())
+        return in_backward() and any(again and one in self._numbers for one, again in _kept_objects().values())
 
     def number(self) -> int | None:
         """Return the number of the forward that this call is or recomputes; None if that cannot be found."""
-        kept = list(_kept_objects())
+        kept = _kept_objects().values()
         if in_backward():
-            known = [self._numbers[one] for one in kept if one in self._numbers]
+            known = [one for one, again in kept if again and one in self._numbers]
             if not known:
                 return None
-            number = known[0]
+            number = self._next_of(known[0])
         else:
             number, self.count = self.count, self.count + 1
-        for one in kept:  # checkpointing may be nested, so a recomputation may keep objects for the next one
-            self._numbers.setdefault(one, number)
+        for one, again in kept:  # checkpointing may be nested, so a recomputation may keep objects for the next one
+            if not again:
+                self._numbers.setdefault(one, []).append(number)
         return number
 
+    def _next_of(self, region: Any) -> int:
+        """Return the next number of a region. A backward recomputes its forwards in order, or the first of them."""
+        backward, numbers = torch._C._current_graph_task_id(), self._numbers[region]
+        earlier, turn = self._turns.get(region, (backward, 0))
+        turn = turn if earlier == backward else 0
+        self._turns[region] = backward, turn + 1
+        return numbers[min(turn, len(numbers) - 1)]
 
-def _kept_objects() -> Iterator[Any]:
-    """Yield what checkpointing keeps for the forwards that run now, innermost first."""
+
+def _kept_objects() -> dict[int, tuple[Any, bool]]:
+    """Return what checkpointing keeps for the regions that run now, by its id, innermost first; True if it recomputes
+    the region."""
+    found: dict[int, tuple[Any, bool]] = {}
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     for cell in getattr(hooks[0] if hooks else None, "__closure__", None) or ():
         if isinstance(cell.cell_contents, _CheckpointFrame):
-            yield cell.cell_contents
+            found[id(cell.cell_contents)] = cell.cell_contents, False
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if code.co_filename == checkpoint.__file__ and code.co_name in ("checkpoint", "unpack_hook"):
-            generator = frame.f_locals.get("gen")
-            inner = getattr(generator, "gi_frame", None)
-            found = frame.f_locals.get("frame") if inner is None else inner.f_locals.get("new_frame")
-            if found is not None:
-                yield found
+            inner = getattr(frame.f_locals.get("gen"), "gi_frame", None)
+            one = frame.f_locals.get("frame") if inner is None else inner.f_locals.get("new_frame")
+            if one is not None:
+                found.setdefault(id(one), (one, code.co_name == "unpack_hook"))
         elif code.co_varnames[:1] == ("ctx",) and isinstance(ctx := frame.f_locals.get("ctx"), FunctionCtx):
-            yield ctx
+            found.setdefault(id(ctx), (ctx, code.co_name != "forward"))
         frame = frame.f_back
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -271,6 +272,63 @@ def test_forwards_are_numbered_and_recomputations_find_theirs() -> None:
         out[0].sum().backward()
     assert seen == [(0, False), (1, False), (1, True), (0, True), (2, False), (3, False), (3, True), (2, True)]
     assert calls.count == 4
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("shape", ["a region", "a region of regions", "a region that is partly one of regions", "twice"])
+def test_a_region_may_run_a_layer_often(shape: str, reentrant: bool) -> None:
+    """Each recomputation has the number of the forward with the same input, in every backward."""
+    calls, numbers, recomputed = Calls(), {}, []
+
+    def run(x: Tensor) -> Tensor:
+        number = calls.number()
+        if in_backward():
+            recomputed.append((number, numbers[x.item()]))
+        else:
+            numbers[x.item()] = number
+        return x.sin()
+
+    def region(x: Tensor) -> Tensor:
+        for i in range(3):
+            inner = shape == "a region of regions" or (shape == "a region that is partly one of regions" and i)
+            x = checkpoint(run, x, use_reentrant=reentrant) if inner else run(x)
+        return x
+
+    x = torch.ones((), requires_grad=True)
+    y = checkpoint(region, checkpoint(region, x, use_reentrant=reentrant), use_reentrant=reentrant)
+    for _ in range(2 if shape == "twice" else 1):
+        y.backward(retain_graph=shape == "twice")
+    assert numbers
+    assert {number for number, _ in recomputed} >= {0, 1, 3, 4}
+    assert [number for number, _ in recomputed] == [expected for _, expected in recomputed]
+
+
+class _Runs(torch.autograd.Function):
+    """Calls a function in its forward. Its backward unpacks a tensor, and so recomputes the region that holds it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.save_for_backward(x)
+        return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return grad * x.cos(), None
+
+
+def test_a_recomputation_is_of_the_region_not_of_the_op_that_needs_it() -> None:
+    calls, numbers = Calls(), []
+
+    def run(x: Tensor) -> Tensor:
+        numbers.append(calls.number())
+        return x.sin()
+
+    def region(x: Tensor) -> Tensor:
+        return _Runs.apply(_Runs.apply(x, run), run)  # type: ignore[no-any-return]
+
+    checkpoint(region, torch.ones((), requires_grad=True), use_reentrant=False).backward()
+    assert numbers == [0, 1, 0, 1]
 
 
 def test_only_a_backward_after_the_replay_recomputes() -> None:
