@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import mmap
 import socket
 import sys
 import threading
@@ -334,3 +336,23 @@ def test_a_round_trip_that_nobody_begins_has_an_end(monkeypatch: pytest.MonkeyPa
     board = SimpleNamespace(all_gather=lambda text, timeout_s: [text] * 2)
     with pytest.raises(TimeoutError):
         links.round_trip_us(world_of(2, 1, board=board), Topology((0, 1)))
+
+
+def test_a_barrier_has_one_limit_for_all_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 comes after 8 of 10 seconds, and rank 2 never."""
+    now = itertools.count(1)
+    seconds = [0]
+
+    def pause() -> None:
+        seconds[0] = next(now)
+        if seconds[0] == 8:
+            words[world.LINE] = 1
+
+    shared = mmap.mmap(-1, 3 * 8 * world.LINE)
+    monkeypatch.setattr(world, "TIMEOUT_S", 10.0)
+    monkeypatch.setattr(world, "time", SimpleNamespace(monotonic=lambda: float(seconds[0])))
+    with memoryview(shared).cast("q") as words:
+        barrier = world.SpinBarrier(shared, 0, 3, pause)
+        with pytest.raises(PeerTimeout, match=r"rank 2 did not reach the barrier within 10 s"):
+            barrier.wait()
+    assert seconds[0] == 11

@@ -160,10 +160,12 @@ def test_refusals_of_whole_ops(act: Any, changes: dict[str, Any], raised: type[M
     assert gpu.launched.count("dispatch_whole") >= 1
 
 
-def test_a_dispatch_after_the_failure_leaves_nothing_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dispatch that was queued before the host learned of the failure receives no rows, whatever its memory held."""
-    spec = make_spec(2, num_max_tokens_per_rank=2)
-    inputs = make_inputs(spec, [2, 2], seed=1, kind="topk")
+@pytest.mark.parametrize("tokens", [2, 40], ids=["few tokens", "many tokens"])
+def test_a_dispatch_after_the_failure_leaves_nothing_to_read(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    """A dispatch that fails, or was queued before the host learned of the failure, receives no rows, whatever its
+    memory held."""
+    spec = make_spec(2, num_max_tokens_per_rank=tokens)
+    inputs = make_inputs(spec, [tokens] * 2, seed=1, kind="topk")
     monkeypatch.setattr(CudaEngine, "health", lambda engine: None)
     silence = threading.Barrier(2)
 

@@ -115,13 +115,14 @@ def wait_with_lanes(group: Any, seconds: float) -> tuple[float, float]:
 
 
 def flushed(group: Any, num_threads: int) -> list[bytes]:
-    """Return outputs of a round with denormal values, with denormals flushed once the buffer is made."""
+    """Return outputs of a round with denormal values. They are flushed from the buffer's second round on."""
     spec = make_spec(2, dtype=torch.float32)
     with Buffer(group, num_threads=num_threads, **buffer_kwargs(spec)) as buffer:
         tokens = spec.num_max_tokens_per_rank
         x = torch.full((tokens, spec.hidden), 1e-40, requires_grad=True)
         grad_out = x.detach().clone()
         idx = torch.arange(tokens * spec.num_topk).reshape(tokens, -1) % spec.num_experts
+        good_round(buffer)
         torch.set_flush_denormal(True)
         try:
             recv_x, recv_weights, handle = buffer.dispatch(x, idx, torch.ones(tokens, spec.num_topk))

@@ -14,7 +14,7 @@ from support.signatures import misplaced, unlike_defaults
 
 from moe_rt import ThreadGroup
 from moe_rt.buffer.pool import BufferPool, GrowingOptions
-from moe_rt.errors import InvalidConfig, InvalidInput, MissingPackage
+from moe_rt.errors import InvalidConfig, InvalidInput, MissingPackage, OutOfSharedMemory
 from moe_rt.integrations import exchange, megatron, torchtitan
 from moe_rt.integrations.exchange import LayerExchange
 from moe_rt.integrations.megatron import MoeRtManager, install, replace_deepep
@@ -25,6 +25,36 @@ GIVEN = {"capacity_factor": 3.5, "timeout_s": 4.5, "init_timeout_s": 5.5, "num_t
 
 def text_of(error: pytest.ExceptionInfo[Any]) -> str:
     return str(error.value).rpartition(" (moe-rt docs")[0]
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+def test_a_buffer_that_could_not_be_made_is_asked_for_again(fixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer whose next kind of rows finds no memory still has its buffer for the rows before."""
+    asked: list[torch.dtype] = []
+    fails = [False, True, False]
+
+    def made(self: BufferPool, *options: Any, **sizes: Any) -> Any:
+        asked.append(sizes["dtype"])
+        if fails[len(asked) - 1]:
+            raise OutOfSharedMemory("no memory")
+        dtype = sizes["dtype"]
+        return SimpleNamespace(new_tag=lambda: 10 + len(asked), dispatch=lambda *given: (dtype, given[-1]))
+
+    monkeypatch.setattr(BufferPool, "fixed" if fixed else "growing", made)
+    monkeypatch.setattr(exchange, "Buffer", ())
+    options = GrowingOptions(num_max_tokens_per_rank=7 if fixed else None)
+    layer = LayerExchange(ThreadGroup.make(1)[0], num_experts=4, num_topk=2, options=options)
+    idx, weights = torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2)
+
+    def dispatched(dtype: torch.dtype) -> Any:
+        return layer.dispatch(torch.zeros(3, 8, dtype=dtype), idx, weights)
+
+    assert dispatched(torch.float32) == (torch.float32, 11)
+    with pytest.raises(OutOfSharedMemory):
+        dispatched(torch.bfloat16)
+    assert dispatched(torch.float32) == (torch.float32, 11)
+    assert dispatched(torch.bfloat16) == (torch.bfloat16, 13)
+    assert asked == [torch.float32, torch.bfloat16, torch.bfloat16]
 
 
 @pytest.mark.parametrize("fixed", [True, False])

@@ -275,7 +275,9 @@ def test_forwards_are_numbered_and_recomputations_find_theirs() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("shape", ["a region", "a region of regions", "a region that is partly one of regions", "twice"])
+@pytest.mark.parametrize(
+    "shape", ["a region", "a region of regions", "a region that is partly one of regions", "twice"]
+)
 def test_a_region_may_run_a_layer_often(shape: str, reentrant: bool) -> None:
     """Each recomputation has the number of the forward with the same input, in every backward."""
     calls, numbers, recomputed = Calls(), {}, []
@@ -290,7 +292,7 @@ def test_a_region_may_run_a_layer_often(shape: str, reentrant: bool) -> None:
 
     def region(x: Tensor) -> Tensor:
         for i in range(3):
-            inner = shape == "a region of regions" or (shape == "a region that is partly one of regions" and i)
+            inner = shape == "a region of regions" or (shape == "partly of regions" and i)
             x = checkpoint(run, x, use_reentrant=reentrant) if inner else run(x)
         return x
 

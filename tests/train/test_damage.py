@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 import torch
 from support.ranks import ProcessRanks, Ranks
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from train import cases_damage as cases
 from train import cases_train
 
 from moe_rt.errors import CorruptCheckpoint, InvalidConfig, PeerDead, WriteFailed
 from moe_rt.train import checkpoint, train
+from moe_rt.train.index import IndexedWriter
 from moe_rt.train.loop import make_optimizer
 from moe_rt.train.parallel import process_group
 
@@ -322,6 +324,24 @@ def test_a_full_disk_says_that_it_is_full(make_ranks: MakeRanks, tmp_path: Path)
             assert 'got "No space left on device"' in message
     finally:
         subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+@pytest.mark.parametrize("of_the_system", [True, False])
+def test_the_systems_error_of_a_write_is_shown(monkeypatch: pytest.MonkeyPatch, of_the_system: bool) -> None:
+    """torch.save raises a RuntimeError while it handles the system's error, without its text."""
+    first = OSError(errno.ENOSPC, "No space left on device") if of_the_system else ValueError("another")
+    hidden = RuntimeError("unexpected pos 448 vs 342")
+
+    def write_data(*given: Any) -> None:
+        try:
+            raise first
+        except (OSError, ValueError):
+            raise hidden  # noqa: B904, as torch does
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", write_data)
+    with pytest.raises((OSError, RuntimeError)) as raised:
+        IndexedWriter(Path("nowhere")).write_data(*[None] * 2)  # type: ignore[arg-type]
+    assert raised.value is (first if of_the_system else hidden)
 
 
 @pytest.mark.parametrize("where", ["_begin", "_write_manifest", "_sha256", "_publish"])
