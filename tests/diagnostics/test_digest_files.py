@@ -253,6 +253,15 @@ def test_what_is_said_of_two_runs(tmp_path: Path) -> None:
     assert found == {name: expected for name, (*_, expected) in CASES.items()}
 
 
+def test_tokens_are_in_the_order_of_ranks_and_not_of_files(tmp_path: Path) -> None:
+    """The ranks are those in the headers of the files."""
+    a = write_run(tmp_path / "a", [line("1", ["a"])], [line("0", ["b"])])
+    (a / "rank-00000.jsonl").rename(a / "rank-2-of-2.jsonl")
+    b = write_run(tmp_path / "b", [line("2", ["a", "c"])])
+    done = CliRunner().invoke(diff, [str(a), str(b)])
+    assert (done.exit_code, done.output) == (1, f"{PLACE}{ONE} and {TWO}, 1 of 2 tokens: 1\n")
+
+
 Spoil = Callable[[Path], object]
 
 

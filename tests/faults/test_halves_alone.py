@@ -199,6 +199,17 @@ def test_each_op_has_its_own_error() -> None:
     assert "_run_second" not in frames, "frames of the other call would keep the engine"
 
 
+def test_an_op_that_failed_under_another_call_ends_once() -> None:
+    """Its second half ran in that call; its own wait only raises its error."""
+    engine: Any = Engine(depth=2)
+    first, second = begin(engine, 0), begin(engine, 1)
+    engine.errors[0] = PeerTimeout("late")
+    engine.dispatch_finish(second)
+    engine.errors[0] = ConcurrentUse("no op is under way")  # as an engine would say of a second time
+    with pytest.raises(PeerTimeout, match="late"):
+        engine.dispatch_finish(first)
+
+
 def test_another_thread_that_waits_is_reported_to_this_one_only() -> None:
     engine: Any = Engine()
     ticket = begin(engine, 0)

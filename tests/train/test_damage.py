@@ -21,7 +21,7 @@ from train import cases_damage as cases
 from train import cases_train
 
 from moe_rt.errors import CorruptCheckpoint, InvalidConfig, PeerDead, WriteFailed
-from moe_rt.train import checkpoint, train
+from moe_rt.train import checkpoint, digests, train
 from moe_rt.train.index import IndexedWriter
 from moe_rt.train.loop import make_optimizer
 from moe_rt.train.parallel import process_group
@@ -150,6 +150,19 @@ def test_all_ranks_fall_back_alike(make_ranks: MakeRanks, tmp_path: Path, kind: 
 
 def test_all_ranks_load_what_the_first_one_sees(make_ranks: MakeRanks, two: Path) -> None:
     assert make_ranks("shm", 2).run(cases.load_with_a_late_listing, two) == [2, 2]
+
+
+def test_every_file_is_checked_by_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks share the files in the order of their names; the order of a set differs between processes."""
+    names = [f"__{i}_0.distcp" for i in range(12)]
+    for name in names:
+        (tmp_path / name).touch()
+    (tmp_path / SUMS).write_text("".join(f"{'0' * 64}  {name}\n" for name in names))
+    monkeypatch.setattr(digests.dist, "get_world_size", lambda: 3)
+    for rank in range(3):
+        monkeypatch.setattr(digests.dist, "get_rank", lambda rank=rank: rank)
+        damaged = [clause.split(":")[0] for clause in digests._damage_seen_here(tmp_path)]
+        assert damaged == sorted(names)[rank::3]
 
 
 def test_no_flipped_bit_loads(two: Path, tmp_path: Path) -> None:
