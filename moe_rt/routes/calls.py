@@ -79,8 +79,8 @@ def _kept_objects() -> dict[int, tuple[Any, bool]]:
             inner = getattr(frame.f_locals.get("gen"), "gi_frame", None)
             one = frame.f_locals.get("frame") if inner is None else inner.f_locals.get("new_frame")
             if one is not None:
-                found.setdefault(id(one), (one, code.co_name == "unpack_hook"))
+                found.setdefault(id(one), (one, in_backward() and code.co_name == "unpack_hook"))
         elif code.co_varnames[:1] == ("ctx",) and isinstance(ctx := frame.f_locals.get("ctx"), FunctionCtx):
-            found.setdefault(id(ctx), (ctx, code.co_name != "forward"))
+            found.setdefault(id(ctx), (ctx, in_backward() and code.co_name != "forward"))
         frame = frame.f_back
     return found
