@@ -63,6 +63,7 @@ def test_other_groups_are_one_node() -> None:
 def test_uneven_nodes() -> None:
     topology = Topology.from_rows([[5, 7], [2], [3, 4, 6]], [2, 3, 4, 5, 6, 7])
     assert topology.nodes == (1, 2, 2, 0, 2, 0)
+    assert Topology.from_rows([[5, 7], [2]], [7, 2, 5]).nodes == (0, 1, 0), "members in the order of a group"
     assert (topology.num_ranks, topology.num_nodes) == (6, 3)
     assert [topology.ranks_of(node) for node in range(3)] == [[3, 5], [0], [1, 2, 4]]
     assert all(rank in topology.ranks_of(topology.node_of(rank)) for rank in range(6))

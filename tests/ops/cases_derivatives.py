@@ -115,7 +115,8 @@ def not_offered(group: Any, what: str) -> str:
 
 def no_tangent(group: Any, what: str) -> str:
     """Return the error of an op without tangents; the group stays usable."""
-    codes = {"dispatch_dtype": torch.int8, "dtype": torch.float32} if what in ("payload", "coded") else {}
+    coded = {"payload": "dispatch_dtype", "coded": "dispatch_dtype", "returned payload": "combine_dtype"}.get(what)
+    codes = {coded: torch.int8, "dtype": torch.float32} if coded else {}
     with Buffer(group, **{**SIZES, **codes}) as buffer:
         x, idx, weights = inputs(0, buffer.spec.dtype)
         results = buffer.dispatch(x, idx, weights)

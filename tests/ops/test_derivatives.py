@@ -44,6 +44,10 @@ def test_what_is_not_offered_is_refused(make_ranks: MakeRanks, heap: str, what: 
         ("window", "x: got a token window in a dispatch that gradients are recorded of"),
         ("coded", "x: got codes, or coded=True, in a dispatch that gradients are recorded of"),
         ("payload", "dispatch: got tangents in a buffer with a dispatch_dtype or combine_dtype, expected none"),
+        (
+            "returned payload",
+            "dispatch: got tangents in a buffer with a dispatch_dtype or combine_dtype, expected none",
+        ),
     ],
 )
 def test_what_has_no_tangents_is_refused(make_ranks: MakeRanks, what: str, message: str) -> None:

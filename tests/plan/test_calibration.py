@@ -460,3 +460,10 @@ def test_costs_make_ops_slower_and_rates_faster(name: str) -> None:
             sign = 1 if parameter[0] in "tc" else -1
             assert (sign * change >= -1e-12).all(), parameter
             assert (sign * change > 1e-9).any(), parameter
+
+
+def test_scoring_guesses_what_is_unknown_and_counts_it(tmp_path: Path) -> None:
+    rows = [LINE, LINE | {"hardware": "Ascend 910C"}, LINE | {"mode": "", "hardware": "Ascend 910C"}]
+    scored = CliRunner().invoke(main, [write(tmp_path / "a.csv", rows)])
+    figures = json.loads(scored.output.splitlines()[-1])
+    assert (figures["predicted"], figures["refused"], figures["guessed"]) == (3, 0, 2)
