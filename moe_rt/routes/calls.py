@@ -56,12 +56,12 @@ class Calls:
         return number
 
     def _next_of(self, region: Any) -> int:
-        """Return the next number of a region. A backward recomputes its forwards in order, or the first of them."""
+        """Return the next number of a region. A backward recomputes its forwards in order, perhaps several times."""
         backward, numbers = torch._C._current_graph_task_id(), self._numbers[region]
         earlier, turn = self._turns.get(region, (backward, 0))
         turn = turn if earlier == backward else 0
         self._turns[region] = backward, turn + 1
-        return numbers[min(turn, len(numbers) - 1)]
+        return numbers[turn % len(numbers)]
 
 
 def _kept_objects() -> dict[int, tuple[Any, bool]]:
@@ -79,8 +79,9 @@ def _kept_objects() -> dict[int, tuple[Any, bool]]:
             inner = getattr(frame.f_locals.get("gen"), "gi_frame", None)
             one = frame.f_locals.get("frame") if inner is None else inner.f_locals.get("new_frame")
             if one is not None:
-                found.setdefault(id(one), (one, in_backward() and code.co_name == "unpack_hook"))
+                found.setdefault(id(one), (one, code.co_name == "unpack_hook"))
         elif code.co_varnames[:1] == ("ctx",) and isinstance(ctx := frame.f_locals.get("ctx"), FunctionCtx):
+            # Functions of any name may run in a forward with its ctx.
             found.setdefault(id(ctx), (ctx, in_backward() and code.co_name != "forward"))
         frame = frame.f_back
     return found

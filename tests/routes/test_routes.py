@@ -12,6 +12,8 @@ import torch
 from routes import cases_routes as cases
 from routes.cases_routes import E, H, K, Mixed, T, batch, step
 from support.ranks import Ranks
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from moe_rt import MoELayer, routes
 from moe_rt.errors import InvalidConfig, InvalidInput
@@ -78,6 +80,32 @@ def test_a_forward_in_a_backward_that_recomputes_nothing_has_no_number() -> None
     y.register_hook(lambda grad: numbers.append(of_layer.number()))
     y.backward()
     assert (numbers, of_layer.count) == ([0, None], 1)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("inner", [True, False], ids=["regions in it", "one region"])
+def test_gradients_of_a_layer_that_a_region_runs_often(inner: bool, reentrant: bool) -> None:
+    """They are those without checkpointing, each forward with its own recorded routes."""
+    layer = Mixed(None).moe[0]
+
+    def looped(x: Tensor, inner: bool = False) -> Tensor:
+        for _ in range(3):
+            x = x + (checkpoint(layer, x, use_reentrant=reentrant) if inner else layer(x))[0]
+        return x
+
+    with routes.record(layer) as recorded, torch.no_grad():
+        looped(batch(0))
+    with torch.no_grad():
+        layer.router.weight.neg_()  # the live choice is another
+    grads = []
+    for run in (looped, lambda x: checkpoint(looped, x, inner, use_reentrant=reentrant)):
+        x = batch(0)
+        with routes.replay(recorded, layer):
+            out = run(x)
+        out.square().sum().backward()
+        grads.append(x.grad)
+    assert torch.equal(*grads)
+    layer.buffer.close()
 
 
 def test_a_recorded_expert_outside_the_top_k_learns() -> None:

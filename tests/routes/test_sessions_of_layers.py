@@ -275,11 +275,10 @@ def test_forwards_are_numbered_and_recomputations_find_theirs() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize(
-    "shape", ["a region", "a region of regions", "a region that is partly one of regions", "twice"]
-)
-def test_a_region_may_run_a_layer_often(shape: str, reentrant: bool) -> None:
-    """Each recomputation has the number of the forward with the same input, in every backward."""
+@pytest.mark.parametrize("backwards", [1, 2])
+@pytest.mark.parametrize("inner", [(), (0, 1, 2), (1, 2)], ids=["a region", "of regions", "partly of regions"])
+def test_a_region_may_run_a_layer_often(inner: tuple[int, ...], backwards: int, reentrant: bool) -> None:
+    """Each recomputation has the number of the forward with the same input; `inner` are regions themselves."""
     calls, numbers, recomputed = Calls(), {}, []
 
     def run(x: Tensor) -> Tensor:
@@ -292,15 +291,15 @@ def test_a_region_may_run_a_layer_often(shape: str, reentrant: bool) -> None:
 
     def region(x: Tensor) -> Tensor:
         for i in range(3):
-            inner = shape == "a region of regions" or (shape == "partly of regions" and i)
-            x = checkpoint(run, x, use_reentrant=reentrant) if inner else run(x)
+            x = checkpoint(run, x, use_reentrant=reentrant) if i in inner else run(x)
         return x
 
     x = torch.ones((), requires_grad=True)
     y = checkpoint(region, checkpoint(region, x, use_reentrant=reentrant), use_reentrant=reentrant)
-    for _ in range(2 if shape == "twice" else 1):
-        y.backward(retain_graph=shape == "twice")
-    assert numbers
+    for _ in range(backwards):
+        y.backward(retain_graph=backwards > 1)
+    if backwards > 1 and not inner:
+        assert [len(each) for each in calls._numbers.values()] == [3, 3], "recomputations add nothing"
     assert {number for number, _ in recomputed} >= {0, 1, 3, 4}
     assert [number for number, _ in recomputed] == [expected for _, expected in recomputed]
 
@@ -331,6 +330,39 @@ def test_a_recomputation_is_of_the_region_not_of_the_op_that_needs_it() -> None:
 
     checkpoint(region, torch.ones((), requires_grad=True), use_reentrant=False).backward()
     assert numbers == [0, 1, 0, 1]
+
+
+class _RunsAgain(torch.autograd.Function):
+    """Calls a function in its forward, by way of another, and twice in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.run = run
+        ctx.save_for_backward(x)
+        return _run_in(ctx, x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        _run_in(ctx, x)
+        _run_in(ctx, x)
+        return grad * x.cos(), None
+
+
+def _run_in(ctx: Any, x: Tensor) -> Tensor:
+    return ctx.run(x)  # type: ignore[no-any-return]
+
+
+def test_an_op_that_recomputes_by_itself() -> None:
+    calls, numbers = Calls(), []
+
+    def run(x: Tensor) -> Tensor:
+        numbers.append(calls.number())
+        return x.sin()
+
+    x = torch.ones((), requires_grad=True)
+    _RunsAgain.apply(_RunsAgain.apply(x, run), run).backward()
+    assert numbers == [0, 1, 1, 1, 0, 0]
 
 
 def test_only_a_backward_after_the_replay_recomputes() -> None:
