@@ -58,9 +58,8 @@ def save(directory: Path, step: int, model: nn.Module, optimizer: torch.optim.Op
     except (WriteFailed, CheckpointException) as error:
         if main:
             shutil.rmtree(unfinished, ignore_errors=True)
-        rank, peer = dist.get_rank(), error.peer if isinstance(error, WriteFailed) else min(error.failures)
-        message = f"{final}: got no checkpoint: {_reason(error)}"
-        raise WriteFailed(message, rank=rank, peer=-1 if peer == rank else peer) from error
+        peer, reason = _failure(error)
+        raise WriteFailed(f"{final}: got no checkpoint: {reason}", rank=dist.get_rank(), peer=peer) from error
 
 
 def load(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, config: TrainConfig) -> int:
@@ -108,7 +107,8 @@ def _load_whole(
     try:
         state_dict_loader.load(state, storage_reader=IndexedReader(path, manifest["tensors"]))
     except CheckpointException as error:
-        raise InvalidConfig(f"got a model that the whole checkpoint {path} does not fit: {_reason(error)}") from error
+        reason = _failure(error)[1]
+        raise InvalidConfig(f"got a model that the whole checkpoint {path} does not fit: {reason}") from error
     torch.set_rng_state(state["rng"]["cpu"])
     for moments in optimizer.state.values():
         moments["step"].fill_(manifest["step"])
@@ -215,11 +215,12 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _reason(error: WriteFailed | CheckpointException) -> str:
+def _failure(error: WriteFailed | CheckpointException) -> tuple[int, str]:
+    """Return the peer that failed first, or -1 if this rank did, and the reason."""
     if isinstance(error, WriteFailed):
-        return str(error)
+        return error.peer, str(error)
     rank, (cause, _) = min(error.failures.items())
-    return f"rank {rank} got {in_words(cause)}"
+    return -1 if rank == dist.get_rank() else rank, f"rank {rank} got {in_words(cause)}"
 
 
 def _flush(path: Path) -> None:

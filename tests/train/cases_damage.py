@@ -67,12 +67,12 @@ class _Large(nn.Module):
         self.parts = nn.ParameterList(torch.zeros(256, 256) for _ in range(8))
 
 
-def save_beyond_the_disk(group: Any, directory: Path) -> str:
-    """Return the error of a save whose files do not fit; the group must stay usable."""
+def save_beyond_the_disk(group: Any, directory: Path) -> tuple[str, int, int]:
+    """Return the error of a save whose files do not fit, its rank and its peer; the group must stay usable."""
     try:
         _save(directory, 2, _Large())
     except WriteFailed as error:
-        message = str(error)
+        found = str(error), error.rank, error.peer
     else:
         raise AssertionError("the save did not fail")
     dist.barrier()
@@ -80,11 +80,11 @@ def save_beyond_the_disk(group: Any, directory: Path) -> str:
     assert load(group, directory) == 1
     _save(directory, 3)
     assert load(group, directory) == 3
-    return message
+    return found
 
 
-def save_beyond_a_limit(group: Any, directory: Path, limited: int) -> str:
-    """Return the error of a save in which one rank's files exceed a size limit; the group must stay usable."""
+def save_beyond_a_limit(group: Any, directory: Path, limited: int) -> tuple[str, int, int]:
+    """Save when one rank's files exceed a size limit, and return what save_beyond_the_disk does."""
     _save(directory, 1)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == limited:

@@ -274,9 +274,11 @@ def test_damaged_ones_stay_until_training_has_passed_them(tmp_path: Path) -> Non
     assert cases.load(None, tmp_path) == 2
 
 
-def test_the_first_rank_that_failed_is_named() -> None:
+def test_the_first_rank_that_failed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     failures: Any = {2: (OSError(28, "full"), None), 1: (OSError(5, "broken"), None), 3: (OSError(13, "shut"), None)}
-    assert checkpoint._reason(CheckpointException("write", failures)) == 'rank 1 got "broken"'
+    for rank, peer in {0: 1, 1: -1, 2: 1}.items():
+        monkeypatch.setattr(checkpoint.dist, "get_rank", lambda rank=rank: rank)
+        assert checkpoint._failure(CheckpointException("write", failures)) == (peer, 'rank 1 got "broken"')
 
 
 def test_each_field_of_the_model_is_compared(tmp_path: Path) -> None:
@@ -321,7 +323,8 @@ def test_another_model_of_the_same_configuration(copy: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("limited", [0, 1])
 def test_a_refused_write_is_an_error_of_all_ranks(make_ranks: MakeRanks, tmp_path: Path, limited: int) -> None:
-    messages = make_ranks("shm", 2).run(cases.save_beyond_a_limit, tmp_path, limited)
+    messages, *blamed = zip(*make_ranks("shm", 2).run(cases.save_beyond_a_limit, tmp_path, limited), strict=True)
+    assert blamed == [(0, 1), (-1, 0) if limited == 0 else (1, -1)], "the rank that raises, and the peer that failed"
     expected = f'{tmp_path}/step-00000002: got no checkpoint: rank {limited} got "File too large"'
     assert [message.startswith(expected) for message in messages] == [True] * 2, messages
 
@@ -333,7 +336,7 @@ def test_a_full_disk_says_that_it_is_full(make_ranks: MakeRanks, tmp_path: Path)
     try:
         pair = make_ranks("shm", 2)
         pair.run(cases.save, tmp_path, 1)
-        for message in pair.run(cases.save_beyond_the_disk, tmp_path):
+        for message, *_ in pair.run(cases.save_beyond_the_disk, tmp_path):
             assert 'got "No space left on device"' in message
     finally:
         subprocess.run(["umount", "-l", str(tmp_path)], check=True)
