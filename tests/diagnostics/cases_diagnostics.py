@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -171,21 +172,22 @@ def crossed_buffers(group: Any) -> str:
 
 def crossed_with_some(group: Any) -> str:
     """Rank 1 uses a buffer of ranks 1 and 2 first, ranks 0 and 2 that of all three; rank 0, then rank 2 times out."""
-    rank, some = group.rank(), dist.new_group([1, 2])
-    try:
-        with open_buffer(group, timeout_s={0: 2.0, 1: 60.0, 2: 60.0}[rank]) as all_three:
+    rank, some, ends = group.rank(), dist.new_group([1, 2]), dist.new_group([0, 2])
+    text = "no error"
+    with ExitStack() as opened:
+        all_three = opened.enter_context(open_buffer(group, timeout_s=60.0 if rank else 2.0))
+        buffers = [all_three] if rank == 0 else [all_three, opened.enter_context(open_buffer(some, timeout_s=60.0))]
+        dist.barrier(group)
+        try:
             if rank == 0:
-                dist.barrier(group)
                 until_it_waits_elsewhere(all_three, late=1)
-                good_round(all_three)
-                return "no error"
-            with open_buffer(some, timeout_s=60.0) as pair:
-                dist.barrier(group)
-                for buffer in (pair, all_three) if rank == 1 else (all_three, pair):
-                    good_round(buffer)
-    except MoeRtError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+            for buffer in reversed(buffers) if rank == 1 else buffers:
+                good_round(buffer)
+        except MoeRtError as error:
+            text = f"{type(error).__name__}: {error}"
+        if rank != 1:
+            dist.barrier(ends)  # rank 1 stays in the buffer of two until both have looked where it waits
+    return text
 
 
 def late_beside_a_used_buffer(group: Any) -> str:
