@@ -26,9 +26,11 @@ QUICK := $(addprefix tests/,conformance/test_conformance.py conformance/test_cap
 # Tests that take half of all the time: models, races, fuzzing, compilers, documents, whole programs.
 LONG := bench $(addprefix tests/,docs fuzz gpucheck install model mutants nodes soak device/test_lanes.py elastic \
   compat/test_trainers.py compat/test_on_cpu.py compat/test_torch_on_cpu.py \
-  faults/test_matrix.py faults/test_chaos_on_nodes.py heap/test_ucx_messages.py layer/test_compiled.py \
-  plan/test_many_overflows.py protocol/test_engine_sources.py protocol/test_races.py protocol/test_remote_peers.py \
-  train/test_parity.py)
+  faults/test_matrix.py faults/test_chaos_on_nodes.py faults/test_remote_kills.py heap/test_ucx_messages.py \
+  integrations/test_transformers_trainer.py layer/test_compiled.py mesh/test_own_experts_compiled.py \
+  ops/test_halves_compiled.py plan/test_many_overflows.py plan/test_memory_exact.py plan/test_real_tuning.py \
+  protocol/test_engine_sources.py protocol/test_races.py protocol/test_remote_peers.py \
+  train/test_equal_steps.py train/test_parity.py)
 
 .PHONY: demo quick test long-test pytest test-alone ptx-test ptx-conformance serve-test serve-forked serve-anew sweep mutants coverage lint format stubs install tools docs wheel clean
 

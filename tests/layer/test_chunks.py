@@ -111,10 +111,9 @@ def test_data_parallel(make_ranks: MakeRanks, wrap: str) -> None:
         torch.testing.assert_close(expected, grads)
 
 
-@pytest.mark.parametrize("how", ["profiler", "compiled"])
-def test_a_rank_with_whole_ops(make_ranks: MakeRanks, how: str) -> None:
+def test_a_rank_with_whole_ops(make_ranks: MakeRanks) -> None:
     """It runs them in the order of the ranks that overlap."""
-    for y, grad, same, same_grad in make_ranks("shm", 2).run(cases.ranks_differ, how):
+    for y, grad, same, same_grad in make_ranks("shm", 2).run(cases.ranks_differ, "profiler"):
         torch.testing.assert_close((same, same_grad), (y, grad))
 
 
@@ -124,10 +123,9 @@ def test_means_of_gradients_are_taken_once(make_ranks: MakeRanks) -> None:
 
 
 @pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("how", ["profiler", "compiled"])
-def test_ranks_with_whole_ops_take_means_in_the_order_of_the_others(make_ranks: MakeRanks, how: str, own: bool) -> None:
+def test_ranks_with_whole_ops_take_means_in_the_order_of_the_others(make_ranks: MakeRanks, own: bool) -> None:
     """Means are collective over copies of the experts: they and exchanges must not wait for each other in a circle."""
-    found = make_ranks("shm", 4).run(cases.whole_next_to_copies, how, own)
+    found = make_ranks("shm", 4).run(cases.whole_next_to_copies, "profiler", own)
     for (one, many), (copy, _) in zip(found, found[2:] + found[:2], strict=True):
         torch.testing.assert_close(many, one)
         torch.testing.assert_close(copy, one)

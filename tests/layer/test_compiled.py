@@ -9,6 +9,8 @@ import inspect
 from collections.abc import Callable
 
 import pytest
+import torch
+from layer import cases_chunks, cases_training
 from layer import cases_compiled as cases
 from layer.cases_kinds import layer_config
 from support.ranks import Ranks
@@ -29,6 +31,28 @@ def test_ops_that_write_what_they_are_given(make_ranks: MakeRanks) -> None:
     for outputs in make_ranks("shm", 2).run(cases.written_outputs, [0, 9]):
         for off in outputs:
             assert not len(off) or float(off.abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("over_mesh", [False, pytest.param(True, marks=pytest.mark.sweep)], ids=["group", "mesh"])
+def test_a_block_compiles_as_one_graph(make_ranks: MakeRanks, over_mesh: bool) -> None:
+    for eager, compiled, (once, twice) in make_ranks("shm", 2).run(cases_training.compiled, over_mesh):
+        torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
+        assert twice == [2 * count for count in once], "metrics count in compiled code as well"
+
+
+def test_a_compiled_rank_next_to_one_that_overlaps(make_ranks: MakeRanks) -> None:
+    """Ops in a graph are whole. They run in the order of the ranks that overlap."""
+    for y, grad, same, same_grad in make_ranks("shm", 2).run(cases_chunks.ranks_differ, "compiled"):
+        torch.testing.assert_close((same, same_grad), (y, grad))
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_compiled_ranks_take_means_in_the_order_of_those_that_overlap(make_ranks: MakeRanks, own: bool) -> None:
+    """Means are collective over copies of the experts: they and exchanges must not wait for each other in a circle."""
+    found = make_ranks("shm", 4).run(cases_chunks.whole_next_to_copies, "compiled", own)
+    for (one, many), (copy, _) in zip(found, found[2:] + found[:2], strict=True):
+        torch.testing.assert_close(many, one)
+        torch.testing.assert_close(copy, one)
 
 
 def test_experts_are_not_taken_for_those_of_fsdp() -> None:

@@ -82,15 +82,6 @@ def test_adapters_that_come_after_prepare_are_refused(make_ranks: MakeRanks) -> 
             raise outcome
 
 
-@pytest.mark.parametrize("which", [[0], [0, 3], [0, 1, 2, 3]])
-def test_compiled_ranks_take_means_in_the_order_of_the_others(make_ranks: MakeRanks, which: list[int]) -> None:
-    """Means are collective over copies of the experts: they and exchanges must not wait for each other in a circle."""
-    found = make_ranks("shm", 4).run(cases.next_to_copies, cases.Pair, which)
-    for (eager, mixed), (copy, _) in zip(found, found[2:] + found[:2], strict=True):
-        torch.testing.assert_close(mixed, eager)
-        torch.testing.assert_close(copy, eager)
-
-
 @pytest.mark.parametrize("kind", [cases.Listed, cases.Stacked, cases.Pair, cases.Tied])
 def test_copies_train_as_one_process(make_ranks: MakeRanks, kind: Any) -> None:
     expected = cases.trained(None, kind)
@@ -125,7 +116,7 @@ def test_a_reentrant_checkpoint_in_the_forward_of_copies_is_refused(make_ranks: 
             raise outcome
 
 
-@pytest.mark.parametrize("how", ["eager", "chunks", "compiled"])
+@pytest.mark.parametrize("how", ["eager", "chunks"])
 def test_adapters_by_hand_train_as_in_one_process(make_ranks: MakeRanks, how: str) -> None:
     """They have weights of their own, whose gradients become means as well."""
     expected = cases.adapted_by_hand(None, False, "eager")
