@@ -22,6 +22,12 @@ def test_sanitizer_summaries() -> None:
         sanitizing.judge("killed")
 
 
+@pytest.mark.parametrize("errors", [(3, 0), (0, 3), (0, 3, 0)], ids=str)
+def test_errors_of_any_process_count(errors: tuple[int, ...]) -> None:
+    with pytest.raises(WrongOutput, match="3 error"):
+        sanitizing.judge("".join(f"========= ERROR SUMMARY: {number} errors\n" for number in errors))
+
+
 def test_sanitizer_runs_the_step_under_the_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = tmp_path / sanitizing.TOOL
     tool.write_text(

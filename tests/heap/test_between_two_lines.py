@@ -205,8 +205,10 @@ def test_a_dead_peer_is_named(words: bool) -> None:
     assert raised.value.peer == 1
 
 
-def test_a_dead_peer_is_found_before_any_wait() -> None:
+@pytest.mark.parametrize("known", [[], [1]])
+def test_a_dead_peer_is_found_before_any_wait(known: list[int]) -> None:
     rank, process = meeting.Meeting(dist.HashStore(), 0, 3), Process()
+    rank._watches.update({r: (0, Process()) for r in known})  # type: ignore[misc]
     process.ended = True
     rank._me.watch_of = lambda r: (0, process) if r == 2 else None  # type: ignore
     with pytest.raises(PeerDead, match="the process of rank 2 ended"):

@@ -6,6 +6,7 @@ import json
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +18,9 @@ from support.routing import buffer_kwargs, make_spec
 from torch._C._distributed_c10d import Store
 
 from moe_rt import Buffer, MoEConfig, MoELayer, ThreadGroup
-from moe_rt.errors import CallOrderMismatch, ConcurrentUse, CorruptPeer, InvalidConfig, PeerDead, PeerTimeout
+from moe_rt.errors import CallOrderMismatch, ConcurrentUse, CorruptPeer, InvalidConfig, PeerDead, PeerTimeout, StoreLost
 from moe_rt.group import meeting
+from moe_rt.group.attendance import Attendance
 from moe_rt.group.processes import watch
 from moe_rt.group.rendezvous import Rendezvous, StoreRendezvous, all_gather_records
 
@@ -95,6 +97,21 @@ def test_an_interrupted_round_leaves_no_key() -> None:
     on_threads(work)
     assert sorted(failed) == [0, 1, 2]
     assert store.num_keys() == SIZE
+
+
+@pytest.mark.parametrize("error", [dist.DistNetworkError("the store is gone"), KeyboardInterrupt()], ids=repr)
+def test_a_rank_that_could_not_come_comes_again(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    """Also from another thread."""
+
+    def fail(self: Attendance) -> None:
+        raise error
+
+    group = Rendezvous(dist.HashStore(), 0, 1)
+    with monkeypatch.context() as patch, pytest.raises((StoreLost, KeyboardInterrupt)):
+        patch.setattr(Attendance, "come", fail)
+        group.all_gather("", 60.0)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(group.all_gather, "again", 60.0).result() == ["again"]
 
 
 def test_one_thread_makes_a_buffer_as_a_rank() -> None:

@@ -51,6 +51,15 @@ def test_experts_among_averaged_parameters_are_refused_with_their_shape(wrap: An
     )
 
 
+def test_a_buffer_that_was_used_before_there_was_a_wrapper_is_checked(wrap: Any) -> None:
+    experts = weight(4, 5)
+    y, buffer = torch.ones(3, 4) @ experts, Buffer()
+    refuse_replicated_experts(buffer, y)
+    wrap(experts)
+    with pytest.raises(InvalidConfig):
+        refuse_replicated_experts(buffer, y)
+
+
 def test_the_first_call_of_a_buffer_inside_a_wrapper_is_checked(wrap: Any) -> None:
     experts = weight(4, 5)
     y, buffer = torch.ones(3, 4) @ experts, Buffer()
