@@ -1,8 +1,13 @@
 // Checks every request that a rank makes of a network, in order, with its place and its length: announcements, waits,
 // poison, last words, and what a flat op fetches from its peers and puts there. Exits with 1 and a message on the first
 // error.
+#include <fcntl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <string>
@@ -256,6 +261,58 @@ void check_fetch() {
   expect(s.code == Code::kPeerDead && s.phase == Phase::kGather && s.peer == 2, "a peer that is lost meanwhile");
 }
 
+// A peer that is lost while its rows are on the way: they are not those of this op.
+void check_loss_during_a_fetch() {
+  for (const int lost : {-1, 0, 2}) {
+    Rank r;
+    const Header header = r.header(Op::kDispatch);
+    r.announce(0, header), r.announce(2, header);
+    r.network.late = true;
+    r.peers->begin(r.w, {.window = kWindow, .header = header, .row_bytes = kRowBytes});
+    r.peers->go_on();
+    r.network.late = false;
+    int drives = 0;
+    r.network.on_drive = [&] {
+      if (++drives < 3) return;
+      if (lost >= 0) r.network.is_lost[lost] = true;
+      r.network.is_flushed[0] = r.network.is_flushed[2] = true;  // requests of a lost peer end unanswered
+      r.peers->go_on();
+    };
+    HostIdle idle = r.idle(60);
+    const Status s = r.peers->end(idle);
+    expect(lost < 0 ? s.ok() : s.code == Code::kPeerDead && s.phase == Phase::kGather && s.peer == lost,
+           "a peer that is lost during the wait");
+    expect(drives == 3, "a wait for rows goes on until they are here");
+  }
+}
+
+// A rank that waited before for a peer whose process has ended by now waits for requests to others only.
+void check_whom_a_wait_watches() {
+  const pid_t child = fork();
+  if (child == 0) _exit(0);
+  const std::string stat = "/proc/" + std::to_string(child) + "/stat";
+  const int ended = open(stat.c_str(), O_RDONLY);
+  waitpid(child, nullptr, 0);
+  for (const bool settles : {false, true}) {
+    const auto until_looked = HostIdle::Clock::now() + 20 * std::chrono::microseconds(tuning::kLookAtProcessUs);
+    Rank r;
+    const Header header = r.header(Op::kDispatch);
+    r.announce(0, header), r.announce(2, header);
+    r.peers->begin(r.w, {.window = kWindow, .header = header, .row_bytes = kRowBytes});
+    r.network.is_flushed[0] = r.network.is_flushed[2] = false;
+    r.network.on_drive = [&] {
+      if (HostIdle::Clock::now() < until_looked) return;
+      r.network.is_flushed[0] = r.network.is_flushed[2] = true;
+      r.peers->go_on();
+    };
+    HostIdle idle = r.idle(60);
+    idle.watch({.peer = 3, .announcer = 3, .process = ended});
+    const Status s = settles ? r.peers->settle(r.peers->ranks(), Phase::kReduce, idle) : r.peers->end(idle);
+    expect(s.ok(), "a wait for requests watches the peers that they were sent to");
+  }
+  close(ended);
+}
+
 // Lists that lead out of bounds: nothing that they name is fetched.
 void check_implausible_lists() {
   const int64_t most = kTokens * kTopk;
@@ -343,6 +400,7 @@ void check_link() {
 
 int main() {
   check_announcements(), check_settling(), check_last_words(), check_entries(), check_rows(), check_fetch();
+  check_loss_during_a_fetch(), check_whom_a_wait_watches();
   check_implausible_lists(), check_fetch_of_a_plan(), check_link();
   return 0;
 }
