@@ -70,13 +70,24 @@ def _subject(command: Callable[..., None]) -> Callable[..., None]:
     return functools.reduce(lambda decorated, option: option(decorated), reversed(options), command)
 
 
+def _times(context: click.Context, option: click.Parameter, texts: tuple[str, ...]) -> list[tuple[str, float]]:
+    """Return ops and their microseconds of texts such as dispatch=350."""
+    times = []
+    for text in texts:
+        op, _, given = text.partition("=")
+        if op not in ("dispatch", "combine") or not given.replace(".", "", 1).isdigit():
+            raise click.UsageError(f"--measured: got {text!r}, expected dispatch=MICROSECONDS or combine=MICROSECONDS")
+        times.append((op, float(given)))
+    return times
+
+
 @click.group(invoke_without_command=True, help=ABOUT)
 @_subject
 @click.option("--trace", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Recorded topk_idx.")
 @click.option("--capacity-factor", type=float, help="State the risk of this capacity factor.")
 @click.option("--calibration", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="More calibrations.")
 @click.option("--guess", is_flag=True, help="Predict links that no calibration covers, with a very wide interval.")
-@click.option("--measured", multiple=True, metavar="OP=US", help="Say what can explain a measured time.")
+@click.option("--measured", multiple=True, metavar="OP=US", callback=_times, help="Explain a measured time.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw times and memory: .svg or .png.")
 @click.option("--export", type=click.Path(path_type=Path), help="AIConfigurator: FILE.csv|parquet. CollectiveX: DIR.")
 @click.option("--tune", is_flag=True, help="Search the knobs with a learned predictor, on the simulator.")
@@ -99,7 +110,7 @@ def plan(
     capacity_factor: float | None,
     calibration: Path | None,
     guess: bool,
-    measured: tuple[str, ...],
+    measured: list[tuple[str, float]],
     plot: Path | None,
     export: Path | None,
     tune: bool,
@@ -141,8 +152,8 @@ def plan(
     if capacity_factor is not None:
         ep_size = made.layers[0].configuration.ep_size
         click.echo(capacity_advice(capacity_factor, tokens, sizes.topk, ep_size, shares))
-    for text in measured:
-        click.echo(explain(made.layers[0], text))
+    for op, us in measured:
+        click.echo(explain(made.layers[0], op, us))
     return None
 
 
@@ -263,13 +274,9 @@ CAUSES = {
 }
 
 
-def explain(layer: Layer, text: str) -> str:
-    """Say what can explain a measured time such as dispatch=350, beyond the predicted interval."""
-    op, _, given = text.partition("=")
-    known = {"dispatch": layer.dispatch, "combine": layer.combine}
-    if op not in known or not given.replace(".", "", 1).isdigit():
-        raise click.UsageError(f"--measured: got {text!r}, expected dispatch=MICROSECONDS or combine=MICROSECONDS")
-    us, estimate = float(given), known[op]
+def explain(layer: Layer, op: str, us: float) -> str:
+    """Say what can explain a measured time of dispatch or combine, beyond the predicted interval."""
+    estimate = {"dispatch": layer.dispatch, "combine": layer.combine}[op]
     ratio = us / estimate.us
     if us < estimate.p5_us:
         return (
