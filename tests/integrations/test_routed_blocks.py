@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from moe_rt import routes
 from moe_rt.errors import InvalidConfig, InvalidInput
@@ -92,6 +93,21 @@ def test_tokens_without_recorded_experts_choose_their_own() -> None:
     with routes.replay(recorded, model, tokens=[numbers]):
         _, replayed = model["block"](x)
     assert torch.equal(replayed, torch.where(numbers[:, None] < 0, live, idx))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_recomputation_after_a_replay_has_its_experts(reentrant: bool) -> None:
+    torch.manual_seed(0)
+    model, x = nn.ModuleDict({"block": Block()}), torch.randn(TOKENS, 4, requires_grad=True)
+    block: Any = model["block"]
+    with routes.record(model) as recorded:
+        _, idx = block(x)
+    reroute(block)
+    assert not torch.equal(block(x)[1], idx)
+    with routes.replay(recorded, model):
+        values, _ = checkpoint(block, x, use_reentrant=reentrant)
+    values.sum().backward()
+    torch.testing.assert_close(x.grad, block.gate.weight[idx].sum(1))
 
 
 def test_an_error_in_a_block_ends_its_mode() -> None:

@@ -211,6 +211,7 @@ def test_what_a_layer_sends(real: list[bool] | None, send_padding: bool, sums: A
 
         def __call__(self, rows: torch.Tensor, offs: str) -> torch.Tensor:
             assert offs == "offs"
+            assert self.row_wise is (sums == "invariant")
             return rows * 2
 
     layer: Any = adapter.MoeRtEP.__new__(adapter.MoeRtEP)
@@ -228,7 +229,6 @@ def test_what_a_layer_sends(real: list[bool] | None, send_padding: bool, sums: A
     assert sent[1].tolist() == [[0, 1], [-1, -1] if masked else [2, 3], [1, 0]]
     assert torch.equal(sent[2], weights)
     assert sent[3] == 6
-    assert layer._experts.row_wise is (sums == "invariant")
     assert torch.equal(out, torch.full((3, 4), 2.0))
 
 

@@ -35,6 +35,24 @@ def test_one_token_without_a_batch(options: dict[str, Any]) -> None:
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("score_func", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("from_all", [False, True], ids=["experts choose", "given"])
+def test_weights_of_a_token_with_fewer_experts_add_up(score_func: Any, from_all: bool) -> None:
+    """Normalised weights are shares of the experts that a token has; what it lacks weighs nothing."""
+    options: dict[str, Any] = {} if from_all else {"expert_choice": 0.5}
+    router, x = Router(H, E, K, score_func=score_func, norm_topk=True, route_scale=2.5, **options), tokens(T)
+    router.reset_parameters()
+    given = torch.arange(T * K).reshape(T, K) % (E + 1) - 1 if from_all else None
+    idx, weights, _ = router(x, given)
+    has = idx >= 0
+    assert has.any()
+    assert not has.all()
+    scores = (x @ router.weight.T).float()
+    scores = scores.softmax(-1) if score_func == "softmax" else scores.sigmoid()
+    shares = scores.gather(-1, idx.clamp(min=0).long()) * has
+    torch.testing.assert_close(weights, 2.5 * shares / shares.sum(-1, keepdim=True).clamp(min=1e-30))
+
+
 def test_one_token_of_a_layer() -> None:
     layer = MoELayer(config(shared_intermediate=8))
     x = torch.randn(layer.config.hidden)

@@ -84,6 +84,26 @@ def test_compiled_calls_of_several_bounds(buffer: Buffer, grad: bool) -> None:
                 torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("bound", [None, T, 7])
+@pytest.mark.parametrize("trained", ["recv_x", "recv_weights"])
+def test_rows_or_weights_without_gradients(buffer: Buffer, trained: str, bound: int | None, halves: bool) -> None:
+    """Zeros that take the place of the other's gradient have the size of this call."""
+    x, idx, w = inputs(requires_grad=True)
+    if halves:
+        recv_x, recv_weights, handle = buffer.dispatch(x, idx, w, max_tokens=bound, wait=False).wait()
+    else:
+        recv_x, recv_weights, handle = buffer.dispatch(x, idx, w, max_tokens=bound)
+    rows, weights = (recv_x, recv_weights.detach()) if trained == "recv_x" else (recv_x.detach(), recv_weights)
+    buffer.combine(rows, weights, handle).sum().backward()
+    if trained == "recv_x":
+        assert w.grad is None or not w.grad.any()
+        torch.testing.assert_close(x.grad, w.detach().sum(1, keepdim=True).expand(T, H))
+    else:
+        assert x.grad is None or not x.grad.any()
+        torch.testing.assert_close(w.grad, x.detach().sum(1, keepdim=True).expand(T, K))
+
+
 def test_compiled_out(buffer: Buffer) -> None:
     """A compiled combine writes the caller's tensor, a view of it also, and later reads see the result."""
     x, idx, w = inputs()

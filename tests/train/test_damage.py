@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import random
 import shutil
@@ -231,6 +232,13 @@ def test_metadata_is_not_unpickled(copy: Path) -> None:
 
 def test_sha256sum_checks_a_checkpoint(two: Path) -> None:
     subprocess.run(["sha256sum", "--check", "--strict", SUMS], cwd=two / "step-00000002", check=True)
+
+
+@pytest.mark.parametrize("size", [0, 1, 3, 4, 5, 8, 13])
+def test_a_digest_covers_all_pieces_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(digests, "CHUNK", 4)
+    (tmp_path / "file").write_bytes(text := bytes(range(size)))
+    assert digests._sha256(tmp_path / "file") == hashlib.sha256(text).hexdigest()
 
 
 def test_steps_of_nine_digits(tmp_path: Path) -> None:
