@@ -171,10 +171,13 @@ def test_a_decision_of_another_rank_counts(monkeypatch: pytest.MonkeyPatch) -> N
     assert (found, seconds < 20.0) == ([1, 2], True)
 
 
-def test_the_next_group_is_of_the_survivors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their watches, ranks and store, the old timeout, and attempts that count anew; each attempt has its own keys."""
+@pytest.mark.parametrize("ended", [True, False])
+def test_the_next_group_is_of_the_survivors(monkeypatch: pytest.MonkeyPatch, ended: bool) -> None:
+    """Their watches, ranks and store, the old timeout, and attempts that count anew; each attempt has its own keys. A
+    rank that was left out has ended, or was silent.
+    """
     members, store = object.__new__(ElasticGroup), dist.HashStore()
-    watches = [Ends(), Ends(0), Ends(), None]
+    watches = [Ends(), Ends(0) if ended else Ends(), Ends(), None]
     members._rank, members._watches, members._store = 2, list(watches), store
     members._name, members._attempts, members._timeout = "name", 0, "the old timeout"  # type: ignore[assignment]
     made: list[Any] = []
@@ -193,10 +196,10 @@ def test_the_next_group_is_of_the_survivors(monkeypatch: pytest.MonkeyPatch) -> 
         for rank in (0, 3):
             store.set(f"moe_rt/survivors/name/{attempt}/here/{rank}", "1")
     with pytest.raises(PeerTimeout, match=r"rank 2: one of the ranks \[0, 2, 3\]") as raised:
-        members.survivors(5.0)
+        members.survivors(0.0)
     assert isinstance(raised.value.__cause__, RuntimeError)
     assert (members._rank, members._watches, members._store) == (2, watches, store)
-    assert members.survivors(5.0) == [0, 2, 3]
+    assert members.survivors(0.0) == [0, 2, 3]
     assert made == [("gloo", {"rank": 1, "world_size": 3, "timeout": "the old timeout"})] * 2
     assert members._watches == [watches[0], watches[2], watches[3]]
     assert (members._rank, members._store, members._attempts) == (1, "the new store", 0)
