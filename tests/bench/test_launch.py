@@ -58,10 +58,14 @@ def test_ucx_is_asked_for_before_ranks_start(monkeypatch: pytest.MonkeyPatch) ->
     ("rank", "size", "on_gpu", "expected"),
     [(1, 2, False, [11]), (3, 4, False, [10]), (0, 2, True, [10, 12]), (1, 2, True, [11]), (3, 4, True, [10])],
 )
+@pytest.mark.parametrize("by_mpi", [False, True])
 def test_cores_of_a_process(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank: int, size: int, on_gpu: bool, expected: list[int]
-) -> None:
-    """A CPU rank has one core; GPU ranks share all, and each has at least one."""
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank: int, size: int, on_gpu: bool, expected: list[int],
+    by_mpi: bool,
+) -> None:  # fmt: skip
+    """A CPU rank has one core; GPU ranks share all, and each has at least one. MPI's number counts, also where its
+    launcher runs as a rank of another job.
+    """
 
     class Pinned(Exception):
         pass
@@ -72,6 +76,9 @@ def test_cores_of_a_process(
     monkeypatch.setattr(world, "pin", pin)
     monkeypatch.delenv("OMPI_COMM_WORLD_RANK", raising=False)
     monkeypatch.setenv("RANK", str(rank))
+    if by_mpi:
+        monkeypatch.setenv("OMPI_COMM_WORLD_RANK", str(rank))
+        monkeypatch.setenv("RANK", "5")
     with pytest.raises(Pinned) as raised:
         world.join_processes(tmp_path, size, [10, 11, 12], on_gpu)
     assert raised.value.args == (expected,)

@@ -297,6 +297,14 @@ def test_of_failures_in_one_attempt_a_time_out_counts_last(timed_out: int) -> No
         ranks[0].raise_first_failure()
 
 
+@pytest.mark.parametrize("error", [PeerTimeout("rank 0 did not come"), InvalidConfig("hidden: got 0")])
+def test_failures_of_a_smaller_group_over_the_same_store_end_nothing(error: Exception) -> None:
+    store = dist.HashStore()
+    Meeting(store, 1, 2).fail(error)
+    for rank in (0, 2):
+        assert Attendance(store, rank, 3).first_failure() is None
+
+
 def test_the_first_of_several_attempts_ends_first() -> None:
     store = dist.HashStore()
     attendances = [Attendance(store, rank, 3) for rank in range(3)]

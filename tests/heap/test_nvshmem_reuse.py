@@ -78,12 +78,14 @@ def test_shutdown_frees_in_order_finalizes_and_lets_start_anew() -> None:
     assert all("got [3, 3] segments in use" in str(o) for o in job.shutdown())
     for segments in reversed(made):
         release(segments)
-    job.worlds[0].register_module(7)
+    for module in (7, 8, 9):
+        job.worlds[0].register_module(module)
     assert job.shutdown() == [True, True]
+    assert job.cluster.of("module_finalize") == [(0, 7), (0, 8), (0, 9)]
     assert [o // PAGE for o in job.cores[0].freed] == [o // PAGE - 1 for o in offsets]
     assert job.cores[0].freed == job.cores[1].freed == sorted(job.cores[0].freed)
     own = [name for process, name, _ in job.cluster.calls if process == 0]
-    assert own[-5:] == ["module_finalize", "free", "free", "free", "finalize"]
+    assert own[-7:] == [*["module_finalize"] * 3, *["free"] * 3, "finalize"]
     assert job.shutdown() == [True, True], "nothing is left to do"
     job.worlds[0].unregister_module(7)
     job.allocate(PAGE, [1, 0])
