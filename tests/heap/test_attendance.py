@@ -305,6 +305,29 @@ def test_failures_of_a_smaller_group_over_the_same_store_end_nothing(error: Exce
         assert Attendance(store, rank, 3).first_failure() is None
 
 
+def test_an_attempt_that_a_timeout_skipped_may_end_by_a_failure() -> None:
+    """Rank 1 timed out twice without this rank, and then failed: one look finds that."""
+    store = dist.HashStore()
+    peer, late = Attendance(store, 1, 2), Attendance(store, 0, 2)
+    for error in (PeerTimeout("rank 0 did not come"), PeerTimeout("again"), InvalidConfig("hidden: got 0")):
+        Meeting(store, 1, 2, peer).fail(error)
+    late.come()
+    failure = late.first_failure()
+    assert failure is not None
+    assert failure["error"] == "InvalidConfig"
+
+
+def test_words_of_all_attempts_go_when_a_meeting_takes_place() -> None:
+    store = dist.HashStore()
+    rank = Attendance(store, 0, 2)
+    rank.come()
+    for number in range(3):
+        store.set(f"word {number}", "over")
+        rank.close(f"word {number}")
+    rank.take_place("name", [rank.ticket, "other"])
+    assert not any(store.check([f"word {number}"]) for number in range(3))
+
+
 def test_the_first_of_several_attempts_ends_first() -> None:
     store = dist.HashStore()
     attendances = [Attendance(store, rank, 3) for rank in range(3)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 from heap.nvshmem_job import Job
+from support.ranks import ThreadRanks
 
+from moe_rt import ThreadGroup
 from moe_rt.errors import InvalidConfig
 from moe_rt.memory import nvshmem_start
 
@@ -89,6 +92,21 @@ def test_mps_lets_ranks_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         else:
             job.refuse(InvalidConfig)
         assert len(job.cluster.of("init")) == expected_inits
+
+
+@pytest.mark.parametrize("without", range(4))
+def test_every_gpu_that_ranks_share_needs_mps(monkeypatch: pytest.MonkeyPatch, without: int) -> None:
+    mine = threading.local()
+    monkeypatch.setattr(nvshmem_start, "mps_is_running", lambda: mine.rank != without)
+
+    def look(group: ThreadGroup) -> None:
+        mine.rank = group.rank
+        nvshmem_start.require_own_gpus(group, [("host", f"gpu {rank // 2}") for rank in range(4)], 60.0)
+
+    for error in ThreadRanks(4).outcomes(look):
+        assert isinstance(error, InvalidConfig)
+        first = without // 2 * 2
+        assert f"got ranks {[first, first + 1]} on one GPU, gpu {without // 2}" in str(error)
 
 
 @pytest.mark.usefixtures("two_hosts")

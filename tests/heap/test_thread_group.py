@@ -105,6 +105,42 @@ def test_a_cause_that_comes_second_is_raised(first: type[Exception]) -> None:
         ThreadGroup.run(raises, 1, first("alone"))
 
 
+def test_ranks_that_end_after_a_failure_are_waited_for() -> None:
+    """Rank 0 has ended. Rank 1 fails, and rank 2 ends a little later."""
+    failed = threading.Event()
+
+    def work(group: ThreadGroup) -> str:
+        if group.rank == 1:
+            threading.Timer(0.3, failed.set).start()
+            raise ValueError("bad batch")
+        if group.rank == 2:
+            failed.wait(60.0)
+        return f"rank {group.rank} ended"
+
+    outcomes, errors = thread_ranks.ThreadRanks(3)._live(work, (), 60.0, 30.0)
+    assert (outcomes[0], outcomes[2]) == ("rank 0 ended", "rank 2 ended")
+    assert [str(error) for error in errors] == ["bad batch"]
+
+
+def test_a_failure_after_a_rank_has_ended_ends_the_run() -> None:
+    ended, over = threading.Event(), threading.Event()
+
+    def work(group: ThreadGroup) -> None:
+        if group.rank == 0:
+            threading.Timer(0.3, ended.set).start()
+        elif group.rank == 1:
+            ended.wait(60.0)
+            raise ValueError("bad batch")
+        else:
+            over.wait(3600.0)
+
+    _, errors = thread_ranks.ThreadRanks(3)._live(work, (), 3600.0, 0.1)
+    over.set()
+    failed, stuck = errors
+    assert str(failed) == "bad batch"
+    assert isinstance(stuck, TimeoutError), "rank 2 had not ended"
+
+
 def raises(group: ThreadGroup, error: Exception) -> None:
     raise error
 

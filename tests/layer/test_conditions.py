@@ -183,6 +183,10 @@ NOT_FITTING: list[tuple[dict[str, Any], str]] = [
     ({"experts": own_experts()}, "experts.weight: got [], expected [3, ...] for the experts of this rank"),
     ({"shared_expert": 3}, "shared_expert: got int, expected a torch.nn.modules.module.Module"),
     (
+        {"shared_expert": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))},
+        "shared_expert.1.weight: got a parameter on meta, expected one on cpu",
+    ),
+    (
         {"shared_expert": nn.Linear(2, 2, device="meta")},
         "shared_expert.weight: got a parameter on meta, expected one on cpu",
     ),

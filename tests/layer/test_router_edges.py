@@ -35,6 +35,17 @@ def test_one_token_without_a_batch(options: dict[str, Any]) -> None:
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
+def test_both_biases_begin_at_zero() -> None:
+    router = Router(H, E, K, router_bias=True, balance_bias=True, score_func="sigmoid")
+    for bias in (router.bias, router.balance_bias):
+        with torch.no_grad():
+            bias.fill_(3.0)
+    router.reset_parameters()
+    assert not router.bias.any()
+    assert not router.balance_bias.any()
+    assert router.weight.any()
+
+
 @pytest.mark.parametrize("score_func", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("from_all", [False, True], ids=["experts choose", "given"])
 def test_weights_of_a_token_with_fewer_experts_add_up(score_func: Any, from_all: bool) -> None:
@@ -274,16 +285,18 @@ def test_a_loss_is_the_mean_of_rows_with_tokens() -> None:
 
 
 class Steered(KeepsFp32):
-    """A module with a child, a buffer of integers and one that is None."""
+    """A module with a child, two floating-point buffers, one of integers and one that is None."""
 
     def __init__(self) -> None:
         super().__init__()
         self.child = nn.Linear(2, 2)
-        self.register_buffer("bias", torch.ones(3))
+        self.register_buffer("bias", torch.full((3,), 1 / 3))
         self.register_buffer("count", torch.ones(3, dtype=torch.int64))
         self.register_buffer("none", None)
+        self.register_buffer("scale", torch.full((2,), 1 / 7))
         self.bias: Tensor
         self.count: Tensor
+        self.scale: Tensor
 
 
 def test_only_own_floating_buffers_stay_fp32() -> None:
@@ -295,6 +308,12 @@ def test_only_own_floating_buffers_stay_fp32() -> None:
     assert module.bias.data_ptr() != kept.data_ptr(), "what changes no dtype takes effect"
     module._buffers["bias"] = torch.ones(3, dtype=torch.float16)
     assert module.to(torch.bfloat16).bias.dtype is torch.float32
+    for name in ("bias", "scale"):
+        exact = getattr(Steered(), name)
+        assert torch.equal(getattr(Steered().half(), name), exact), "no cast rounds it"
+        setattr(module, name, exact.half())
+        module.keep_fp32()
+        assert getattr(module, name).dtype is torch.float32
     module._buffers["bias"] = torch.ones(3, dtype=torch.float16)
     module.load_state_dict(copy.deepcopy(module.state_dict()))
     assert module.bias.dtype is torch.float32

@@ -127,3 +127,14 @@ def test_loaded_states_are_cut_to_own_experts() -> None:
     optimizer.state[part] = {"mean": ROWS[:3]}
     with pytest.raises(InvalidConfig, match=r"^optimizer state mean: got 3 experts"):
         mark_states(optimizer)
+
+
+def test_loaded_states_of_every_group_of_parameters_are_cut() -> None:
+    parts = [Part(torch.zeros(2, 2), True, WHOLE) for _ in range(4)]
+    optimizer = torch.optim.SGD([{"params": parts[:2]}, {"params": parts[2:]}], lr=0.1)
+    for part in parts:
+        optimizer.state[part] = {"mean": ROWS, "square": ROWS}
+    mark_states(optimizer)
+    for part in parts:
+        for value in optimizer.state[part].values():
+            assert torch.equal(value.to_local(), ROWS[[4, 1]])

@@ -60,6 +60,14 @@ def test_a_buffer_that_was_used_before_there_was_a_wrapper_is_checked(wrap: Any)
         refuse_replicated_experts(buffer, y)
 
 
+@pytest.mark.parametrize("averaged", range(3))
+def test_one_averaged_weight_of_several_is_refused(wrap: Any, averaged: int) -> None:
+    weights = [weight(4, 4) for _ in range(3)]
+    wrap(weights[averaged])
+    with pytest.raises(InvalidConfig):
+        refuse_replicated_experts(Buffer(), torch.ones(3, 4) @ weights[0] @ weights[1] @ weights[2])
+
+
 def test_the_first_call_of_a_buffer_inside_a_wrapper_is_checked(wrap: Any) -> None:
     experts = weight(4, 5)
     y, buffer = torch.ones(3, 4) @ experts, Buffer()

@@ -432,5 +432,10 @@ def test_tensors_of_two_wholes_are_of_neither() -> None:
     both = part._mark(values(2, 3), [P, as_part(values(2, 3), OTHER)], False)
     assert both.mixed
     assert both.whole.experts == ()
+    several = [as_part(values(2, 3), Whole("a group", (0, number), 9)) for number in range(1, 9)]
+    assert not part._mark(values(2, 3), several, False).mixed
+    for other in range(len(several)):
+        elsewhere = [*several[:other], as_part(values(2, 3), Whole("another group", (0, 1), 9)), *several[other:]]
+        assert part._mark(values(2, 3), elsewhere, False).mixed
     assert part._mark(values(2, 3), [P, Q], True).mixed
     assert not part._mark(values(2, 3), [P, Q], False).mixed

@@ -282,6 +282,25 @@ def test_damaged_ones_stay_until_training_has_passed_them(tmp_path: Path) -> Non
     assert cases.load(None, tmp_path) == 2
 
 
+def test_a_save_leaves_the_newest_two_and_nothing_unfinished(tmp_path: Path) -> None:
+    """Also if several older ones, and several that were never finished, are there."""
+    for name in ("step-00000001", "step-00000002", "step-00000003", "step-00000004", "step-00000007.tmp",
+                 "step-00000008.tmp", "step-00000001.old.tmp"):  # fmt: skip
+        (tmp_path / name).mkdir()
+    cases.save(None, tmp_path, 5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004", "step-00000005"]
+
+
+def test_all_damaged_ones_are_set_aside(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(copy / "step-00000002", copy / "step-00000003")
+    for step in (2, 3):
+        os.truncate(copy / f"step-0000000{step}" / DATA, 5000)
+    assert cases.load(None, copy) == 1
+    aside = ["step-00000001", "step-00000002.damaged", "step-00000003.damaged"]
+    assert sorted(path.name for path in copy.iterdir()) == aside
+    assert capsys.readouterr().out.count("is damaged, so it is now") == 2
+
+
 def test_the_first_rank_that_failed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     failures: Any = {2: (OSError(28, "full"), None), 1: (OSError(5, "broken"), None), 3: (OSError(13, "shut"), None)}
     for rank, peer in {0: 1, 1: -1, 2: 1}.items():
