@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from compat.test_normal import dispatch
 from moe_rt import ThreadGroup
 from moe_rt.compat import deep_ep
 from moe_rt.compat.deep_ep import config, sizes
+from moe_rt.compat.deep_ep.exchange import Exchange
+from moe_rt.compat.deep_ep.low_latency import LowLatency
 from moe_rt.errors import InvalidConfig, InvalidInput
 
 INT, INT64, FLOAT, INT4 = 4, 8, 4, 16  # bytes of C++ types
@@ -37,6 +40,29 @@ def test_queues_between_ranks(num_ranks: int, num_sms: int, hidden_bytes: int, r
     sent_and_received = 2 * channels * nodes * ((2 * 8 + 2) * INT + recv * (token + INT4))
     hint = made.get_rdma_buffer_size_hint(hidden_bytes, num_ranks)
     assert hint == (up(sent_and_received, 128) if num_ranks > 8 else 0)
+
+
+def test_buffers_of_all_sizes_and_ops_end_with_the_buffer() -> None:
+    """A DeepEP buffer has an exchange for rows, and one for low latency; each has a buffer for each size of rows."""
+    ended: list[str] = []
+
+    class Part:
+        def __init__(self, name: str) -> None:
+            self.close = self.complete = lambda: ended.append(name)
+
+    first, second = object.__new__(Exchange), object.__new__(Exchange)
+    for exchange, names in ((first, "abc"), (second, "de")):
+        made = [Part(name) for name in names]
+        exchange._buffers, exchange._outgrown = {0: made[0], 1: made[1]}, made[2:]  # type: ignore
+    whole: Any = object.__new__(deep_ep.Buffer)
+    whole.explicitly_destroy, whole._exchanges = True, [first, second]
+    whole._low_latency = SimpleNamespace(outstanding=[])
+    whole.destroy()
+    assert ended == list("abcde")
+    ops: Any = object.__new__(LowLatency)
+    ops.outstanding = [Part("f"), Part("g")]
+    ops._complete_all()
+    assert ended[5:] == ["f", "g"]
 
 
 def test_a_number_of_ranks_that_fills_no_node() -> None:

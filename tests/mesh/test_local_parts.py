@@ -115,6 +115,26 @@ def test_ddp_ignores_experts_of_every_module_and_what_it_ignored_before(monkeypa
     assert ignored == {"": {"1.0.weight", "0.bias"}, "0": set(), "1": {"0.weight"}, "1.0": {"weight"}}
 
 
+def test_every_parameter_of_a_copy_is_broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts, sent = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2, bias=False)), []
+
+    def broadcast(part: Tensor, **options: Any) -> None:
+        sent.append((part.data_ptr(), options))
+        part.fill_(7.0)
+
+    monkeypatch.setattr(wrapping.dist, "broadcast", broadcast)
+    wrapping._broadcast(experts, "copies")  # type: ignore[arg-type]
+    assert sent == [(p.data_ptr(), {"group": "copies", "group_src": 0}) for p in experts.parameters()]
+    assert all(p.eq(7.0).all() for p in experts.parameters())
+
+
+def test_all_experts_are_looked_at_before_a_model_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, sharded = (SimpleNamespace(num_ranks=2, process_group=object(), sharded=later) for later in (False, True))
+    monkeypatch.setattr(wrapping, "spread_modules", lambda model: [("a", None, plain), ("b", None, sharded)])
+    with pytest.raises(InvalidConfig, match=r"^b: got experts after shard_experts"):
+        wrapping.prepare(nn.Module())
+
+
 PLACEMENTS = [
     [(0, 1), (2, 3), (4, 5)],
     [(3, 0), (2,), (5, 1, 4)],

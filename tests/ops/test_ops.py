@@ -72,6 +72,13 @@ def test_opcheck_of_every_op(buffer: Buffer) -> None:
     assert defined == {*ops, "dispatch", *elsewhere}, "every op of the library is checked"
 
 
+def test_every_op_runs_on_cpus_and_gpus() -> None:
+    names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("moe_rt::")]
+    assert len(names) > 10
+    for name, key in itertools.product(names, ("CPU", "CUDA")):
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(name, key), (name, key)
+
+
 def test_gradcheck_of_the_pair(buffer: Buffer) -> None:
     _, idx, _ = inputs()
 

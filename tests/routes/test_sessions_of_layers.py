@@ -56,6 +56,19 @@ def recorded(model: nn.Sequential, *batches: Tensor) -> routes.Recording:
     return made
 
 
+def test_each_micro_batch_has_a_part_for_every_rank() -> None:
+    source = recorded(two(), ids(4), ids(2), ids(3)).routes()
+    with pytest.raises(InvalidConfig, match="tokens of micro-batch 2: got 3, expected a multiple of 2 ranks"):
+        session._shares(source, 0, 2, None)
+
+
+def test_tokens_of_each_micro_batch_are_checked() -> None:
+    source = recorded(two(), ids(4), ids(2)).routes()
+    good, bad = torch.tensor([0, -1, 5]), torch.tensor([6])
+    with pytest.raises(InvalidConfig, match=r"tokens\[2\]: got torch.int64 \[1\], expected numbers from -1 to 5"):
+        session._shares(source, 0, 2, [good, good, bad])
+
+
 def test_a_recording_keeps_micro_batches_in_turn() -> None:
     made = recorded(two(), ids(3), ids(0), ids(2, first=1)).routes()
     rows = torch.cat([ids(3), ids(2, first=1)])

@@ -17,6 +17,7 @@ from train import cases_train as cases
 from moe_rt.errors import InvalidConfig, WriteFailed
 from moe_rt.train import checkpoint, metrics, train
 from moe_rt.train.all_or_none import all_or_none
+from moe_rt.train.index import IndexedReader, _record
 from moe_rt.train.parallel import process_group
 
 MakeRanks = Callable[[str, int], Ranks]
@@ -148,6 +149,24 @@ def test_files_are_on_the_disk_before_they_have_their_name(tmp_path: Path, monke
     monkeypatch.undo()
     assert not_flushed == [[]]
     assert flushed == {(tmp_path / "checkpoints").stat().st_ino}
+
+
+def test_an_index_names_every_chunk_of_every_tensor(tmp_path: Path) -> None:
+    def chunks(*starts: int) -> list[dict[str, Any]]:
+        return [
+            {"offsets": [2 * n, 0], "sizes": [2, 3], "file": f"__{n}_0.distcp", "start": start, "bytes": 900 + n}
+            for n, start in enumerate(starts)
+        ]
+
+    index = {
+        "w": {"dtype": "float32", "size": [6, 3], "chunks": chunks(0, 10, 20)},
+        "v": {"dtype": "bfloat16", "size": [4, 3], "chunks": chunks(30, 40)},
+    }
+    metadata = IndexedReader(tmp_path, index).read_metadata()
+    assert {
+        name: _record(name, tensor, metadata)  # type: ignore[arg-type]
+        for name, tensor in metadata.state_dict_metadata.items()
+    } == index
 
 
 def test_a_rank_that_the_system_refuses_is_named() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,6 +118,23 @@ def test_world_that_does_not_fit(changes: dict[str, int], message: str) -> None:
 @pytest.mark.parametrize("ep", [1, 2, 4])
 def test_a_world_that_just_fits(ep: int) -> None:
     assert cases.tiny(ep=ep, num_experts=ep, num_topk=1, batch_size=4).check_world(4) == ep
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_buffers_of_all_layers_end_with_the_block(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    ended: list[Any] = []
+
+    class Buffer(contextlib.nullcontext[None]):
+        def __exit__(self, kind: Any, *_: Any) -> None:
+            ended.append((self, kind))
+
+    layers = [SimpleNamespace(buffer=Buffer()) for _ in range(3)]
+    monkeypatch.setattr(parallel, "moe_layers", lambda model: layers)
+    with contextlib.suppress(ZeroDivisionError), parallel.open_buffers(nn.Module()):
+        assert not ended
+        if fails:
+            1 / 0  # noqa: B018
+    assert ended == [(layer.buffer, ZeroDivisionError if fails else None) for layer in reversed(layers)]
 
 
 def test_ranks_share_a_batch_in_contiguous_parts() -> None:

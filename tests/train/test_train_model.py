@@ -74,6 +74,18 @@ def test_the_decoder_is_the_sum_of_its_parts() -> None:
         torch.testing.assert_close(model(tokens).logits[0], expected, rtol=1e-4, atol=1e-5)
 
 
+def test_attention_of_every_layer_is_drawn_anew() -> None:
+    model = decoder(cases.tiny(num_layers=3))
+    for p in model.parameters():
+        p.data.zero_()
+    model.reset_parameters()
+    parts = [module for module in model.modules() if isinstance(module, Attention)]
+    assert len(parts) == 3
+    for part in parts:
+        for linear in (part.qkv, part.out):
+            assert linear.weight.std().item() == pytest.approx(linear.in_features**-0.5, rel=0.2)
+
+
 def test_only_matrices_decay() -> None:
     config = cases.tiny(weight_decay=0.25)
     model = decoder(config)
