@@ -168,7 +168,7 @@ def test_another_thread_is_refused_at_once() -> None:
     assert engine._ended is None, "the group goes on"
 
 
-@pytest.mark.parametrize("peers", [{0: 3}, {0: 3, 1: 4}])
+@pytest.mark.parametrize("peers", [{0: 3}, {0: 3, 1: 4}, {2: 9, 0: 3}])
 def test_ranks_that_share_a_stream_are_named(peers: dict[int, int]) -> None:
     engine = rank([])
     engine._segments.streams = peers
