@@ -114,9 +114,12 @@ def test_kernels_are_loaded_before_any_is_launched(fake: Driver) -> None:
 
 
 def test_shared_memory_is_allowed_kernel_by_kernel(fake: Driver) -> None:
-    module(own_shared={"three": 204800})
-    allowed = ("cuFuncSetAttribute", 1005, "shared bytes", 204800)
-    assert fake.calls == [*LOADED, allowed, LAUNCH, ("leave", DEVICE)]
+    module(own_shared={"three": 204800, "one": 102400})
+    allowed = [
+        ("cuFuncSetAttribute", 1005, "shared bytes", 204800),
+        ("cuFuncSetAttribute", 1003, "shared bytes", 102400),
+    ]
+    assert fake.calls == [*LOADED, *allowed, LAUNCH, ("leave", DEVICE)]
 
 
 @pytest.mark.parametrize(("version", "early"), [(12029, False), (12030, True), (13000, True)])

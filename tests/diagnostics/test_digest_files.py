@@ -306,7 +306,8 @@ def test_directories_that_are_no_run(tmp_path: Path) -> None:
 
 
 def test_a_layer_that_cannot_be_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digests, "routed_layers", lambda model: {"mlp": torch.nn.Linear(1, 1)})
+    first = SimpleNamespace(watcher=None)
+    monkeypatch.setattr(digests, "routed_layers", lambda model: {"first": first, "mlp": torch.nn.Linear(1, 1)})
     with pytest.raises(InvalidConfig, match=r"^model: mlp: got Linear, expected MoELayers only"):
         diagnostics.digest(torch.nn.Linear(1, 1), tmp_path)
 

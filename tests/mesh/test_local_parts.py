@@ -18,7 +18,7 @@ from moe_rt import MoEConfig, MoELayer
 from moe_rt.buffer import replicas
 from moe_rt.config.placement import Placement
 from moe_rt.errors import InvalidConfig
-from moe_rt.nn import spread
+from moe_rt.nn import spread, wrappers
 from moe_rt.nn.averaging import Mean
 from moe_rt.nn.part import Part, Whole
 from moe_rt.parallel import own_experts, wrapping
@@ -113,6 +113,34 @@ def test_ddp_ignores_experts_of_every_module_and_what_it_ignored_before(monkeypa
     wrapping._name_to_ddp(model)
     ignored = {path: set(getattr(module, IGNORED, ())) for path, module in model.named_modules()}
     assert ignored == {"": {"1.0.weight", "0.bias"}, "0": set(), "1": {"0.weight"}, "1.0": {"weight"}}
+
+
+def test_every_block_of_experts_that_is_saved_keeps_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts, noted = spread.SpreadModule(), list[Tensor]()
+    experts.first, experts.second = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    monkeypatch.setattr(spread, "note_mesh_block", noted.append)
+    experts.state_dict()
+    assert not noted
+    experts.over_mesh = True
+    assert [t.data_ptr() for t in experts.state_dict(prefix="a.").values()] == [t.data_ptr() for t in noted]
+    assert len(noted) == 2
+
+
+def test_all_experts_are_looked_at_before_a_wrapper_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def inner(mean: Any) -> Any:
+        return SimpleNamespace(num_ranks=2, mean=mean, mark_parameters=lambda module: None)
+
+    wrapper: Any = DistributedDataParallel.__new__(DistributedDataParallel)
+    nn.Module.__init__(wrapper)
+    wrapper.parameters_to_ignore, wrapper.process_group = {"a.weight", "a.bias"}, "group"
+    monkeypatch.setattr(wrappers.dist, "get_world_size", lambda group: 4)
+    prepared = ("a", nn.Linear(1, 1), inner(SimpleNamespace(num_ranks=4)))
+    monkeypatch.setattr(wrappers, "spread_modules", lambda child: [prepared])
+    wrappers._refuse_wrapper(wrapper, "module", nn.Module())
+    for other in (("b", nn.Linear(1, 1), inner(SimpleNamespace(num_ranks=4))), ("b", nn.Module(), inner(None))):
+        monkeypatch.setattr(wrappers, "spread_modules", lambda child, other=other: [prepared, other])
+        with pytest.raises(InvalidConfig, match=r"^DistributedDataParallel: got b spread over 2 ranks"):
+            wrappers._refuse_wrapper(wrapper, "module", nn.Module())
 
 
 def test_every_parameter_of_a_copy_is_broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
