@@ -75,7 +75,7 @@ def _times(context: click.Context, option: click.Parameter, texts: tuple[str, ..
     times = []
     for text in texts:
         op, _, given = text.partition("=")
-        if op not in ("dispatch", "combine") or not given.replace(".", "", 1).isdigit():
+        if op not in ("dispatch", "combine") or not given.replace(".", "", 1).isdecimal():
             raise click.UsageError(f"--measured: got {text!r}, expected dispatch=MICROSECONDS or combine=MICROSECONDS")
         times.append((op, float(given)))
     return times

@@ -285,6 +285,13 @@ def whole_next_to_copies(group: Any, how: str, own: bool) -> list[Grads]:
     return results
 
 
+def check_means(found: list[list[Grads]]) -> None:
+    """Check that gradients of four ranks are equal in one chunk and in three, and equal between copies."""
+    for (one, many), (copy, _) in zip(found, found[2:] + found[:2], strict=True):
+        torch.testing.assert_close(many, one)
+        torch.testing.assert_close(copy, one)
+
+
 def different_numbers(group: Any) -> str:
     """Return the error of ranks that were given different numbers of chunks."""
     layer = make_layer(group, 2 + group.rank())

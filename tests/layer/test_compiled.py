@@ -49,10 +49,7 @@ def test_a_compiled_rank_next_to_one_that_overlaps(make_ranks: MakeRanks) -> Non
 @pytest.mark.parametrize("own", [False, True])
 def test_compiled_ranks_take_means_in_the_order_of_those_that_overlap(make_ranks: MakeRanks, own: bool) -> None:
     """Means are collective over copies of the experts: they and exchanges must not wait for each other in a circle."""
-    found = make_ranks("shm", 4).run(cases_chunks.whole_next_to_copies, "compiled", own)
-    for (one, many), (copy, _) in zip(found, found[2:] + found[:2], strict=True):
-        torch.testing.assert_close(many, one)
-        torch.testing.assert_close(copy, one)
+    cases_chunks.check_means(make_ranks("shm", 4).run(cases_chunks.whole_next_to_copies, "compiled", own))
 
 
 def test_experts_are_not_taken_for_those_of_fsdp() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -95,7 +96,7 @@ def test_tensors_of_a_transform_are_not_counted(transform: str) -> None:
 @pytest.mark.parametrize("late", [0, 1])
 def test_waiting_is_charged_to_the_late_peer(make_ranks: MakeRanks, late: int) -> None:
     """The late peer is charged, and the peers that are waited for after it are not charged again."""
+    began = time.monotonic_ns()
     waited = make_ranks("shm", 2).run(cases.one_rank_is_late, late)[1 - late]
-    late_ns = cases.LATE_S * 1e9
-    assert 0.5 * late_ns < waited[late] < 5 * late_ns
-    assert waited[1 - late] < 0.2 * late_ns
+    assert 0.5e9 * cases.LATE_S < waited[late] < time.monotonic_ns() - began, "a busy machine adds to it"
+    assert waited[1 - late] < 0.2 * waited[late]

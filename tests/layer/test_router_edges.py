@@ -47,13 +47,13 @@ def test_both_biases_begin_at_zero() -> None:
 
 
 @pytest.mark.parametrize("score_func", ["softmax", "sigmoid"])
-@pytest.mark.parametrize("from_all", [False, True], ids=["experts choose", "given"])
-def test_weights_of_a_token_with_fewer_experts_add_up(score_func: Any, from_all: bool) -> None:
+@pytest.mark.parametrize("is_given", [False, True], ids=["experts choose", "given"])
+def test_weights_of_a_token_with_fewer_experts_add_up(score_func: Any, is_given: bool) -> None:
     """Normalised weights are shares of the experts that a token has; what it lacks weighs nothing."""
-    options: dict[str, Any] = {} if from_all else {"expert_choice": 0.5}
+    options: dict[str, Any] = {} if is_given else {"expert_choice": 0.5}
     router, x = Router(H, E, K, score_func=score_func, norm_topk=True, route_scale=2.5, **options), tokens(T)
     router.reset_parameters()
-    given = torch.arange(T * K).reshape(T, K) % (E + 1) - 1 if from_all else None
+    given = torch.arange(T * K).reshape(T, K) % (E + 1) - 1 if is_given else None
     idx, weights, _ = router(x, given)
     has = idx >= 0
     assert has.any()

@@ -202,6 +202,7 @@ COMMANDS = {
     "systems": ("systems",),
     "no op": (*TINY, "64", "--measured", "send=4"),
     "no time": (*TINY, "64", "--measured", "dispatch=soon"),
+    "no digit": (*TINY, "64", "--measured", "dispatch=²"),
 }
 RESULTS = {
     **{f"planned {name}": partial(planned, name) for name in CLUSTERS},
