@@ -193,7 +193,7 @@ def test_a_program_gets_its_environment_and_a_session(monkeypatch: pytest.Monkey
 
 
 STUBBORN = 'trap "" TERM; echo ready; while :; do sleep 0.05; done'
-ORDERLY = 'sleep 10000 & echo $!; trap "exit 7" TERM; wait'
+ORDERLY = 'trap "exit 7" TERM; sleep 10000 & echo $!; wait'
 
 
 def test_programs_and_their_children_have_ended_after_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
