@@ -217,9 +217,8 @@ void Engine::set_stream_from() {
 
 Status Engine::fail(Status status) {
   if (status.ok() || is_refusal(status.code)) return status;
-  // A rank that aborted may look dead if its exit is seen before its poison word. Prefer the poison word: it names the
-  // cause.
-  if (status.code == Code::kPoisoned || status.code == Code::kPeerDead) {
+  // A rank that aborted may look dead or closed if its exit is seen before its poison word, which names the cause.
+  if (status.code == Code::kPoisoned || status.code == Code::kPeerDead || status.code == Code::kPeerClosed) {
     const uint64_t word = load_acquire(world_.poison(world_.rank));  // pairs with poison: last words come before it
     if (word != 0) status = poisoned(word, status);
   }

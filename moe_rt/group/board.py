@@ -73,7 +73,16 @@ def _started(pid: int) -> float:
             ticks = int(stat.read().rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):
         return 0.0
-    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+    return _boot_time() + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _boot_time() -> float:
+    """Time at which this host started, by the best of three readings: a thread may lose its core between two clocks."""
+    readings = []
+    for _ in range(3):
+        before, now = time.clock_gettime(time.CLOCK_BOOTTIME), time.time()
+        readings.append((time.clock_gettime(time.CLOCK_BOOTTIME) - before, now - before))
+    return min(readings)[1]
 
 
 @contextlib.contextmanager

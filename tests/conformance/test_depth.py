@@ -294,6 +294,7 @@ def first_is_awaited(group: ThreadGroup) -> str:
 
 
 def test_report_names_the_first_op_under_way(make_ranks: MakeRanks) -> None:
+    _reported.clear()
     text = make_ranks("threads", 2).run(first_is_awaited)[0]
     assert "rank 1 has not announced dispatch #2, for which rank 0 waits" in text
 

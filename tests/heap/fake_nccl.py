@@ -99,7 +99,7 @@ class Cluster:
         self,
         size: int,
         *,
-        patience_s: float = 5.0,
+        patience_s: float = 60.0,
         dev_comm: Callable[[int, int], Any] = plain_dev_comm,
         window: Callable[[list[int]], int] = plain_window,
     ) -> None:

@@ -122,7 +122,7 @@ class Fabric:
 class Cluster:
     """State that all processes share. `calls` has (process, name, argument) in order."""
 
-    def __init__(self, size: int, patience_s: float = 5.0) -> None:
+    def __init__(self, size: int, patience_s: float = 60.0) -> None:
         self.patience_s = patience_s
         self.fabrics: dict[bytes, Fabric] = {}
         self.calls: list[tuple[int, str, Any]] = []

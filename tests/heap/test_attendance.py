@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import itertools
 import json
 import os
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from test_meeting import SIZE, clients, on_threads
+from test_meeting import SIZE, Pauses, clients, on_threads
 
 from moe_rt.errors import (
     CallOrderMismatch,
@@ -257,7 +258,8 @@ def ended(process: int) -> int:
 @pytest.mark.parametrize("before", ["0 waited", "1 waited", "both met", "1 failed", "0 left"])
 def test_a_job_that_starts_anew_over_the_same_store(before: str, tmp_path: Path) -> None:
     """Processes of a restarted job neither rendezvous with the dead ones, nor believe their records."""
-    path, says = tmp_path / "store", tmp_path / "says"
+    path = tmp_path / "store"
+    path.touch()
 
     def work(rank: Rendezvous) -> None:
         if before == "both met":
@@ -267,17 +269,21 @@ def test_a_job_that_starts_anew_over_the_same_store(before: str, tmp_path: Path)
         elif before == "0 left":
             meet(rank, 0.01)
         with rank:
-            says.write_text("has come")
+            (tmp_path / f"{os.getpid()} has come").touch()
+            if before == "both met":
+                signal.pause()
             rank.all_gather("of the job before", LONG_S)
 
     first = [forked(int(r), path, work) for r in ("0", "1") if before[0] in (r, "b")]
-    while not says.exists():
+    while not all((tmp_path / f"{process} has come").exists() for process in first):
         time.sleep(0.001)
-    for process in first:
-        os.kill(process, signal.SIGKILL)
-        ended(process)
-    time.sleep(2 / os.sysconf("SC_CLK_TCK"))  # the resolution of the system's clock of process starts
+    with path.open() as store:
+        fcntl.flock(store, fcntl.LOCK_EX)  # half a record in the file would block all later readers
+        for process in first:
+            os.kill(process, signal.SIGKILL)
+            ended(process)
     for early in (0, 1):
+        time.sleep(10 / os.sysconf("SC_CLK_TCK"))  # more than the resolution of the system's clock of process starts
         second = [forked(early, path, meet_and_say)]
         time.sleep(0.05)
         second.append(forked(1 - early, path, meet_and_say))
@@ -424,8 +430,11 @@ class FailsLater:
     ],
     ids=str,
 )
-def test_work_that_fails_because_of_a_peer(error: Exception, when: int, expected: type[MoeRtError]) -> None:
+def test_work_that_fails_because_of_a_peer(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, when: int, expected: type[MoeRtError]
+) -> None:
     """A killed process loses its descriptors before it is known to have ended, so a refusal waits for that."""
+    monkeypatch.setattr("moe_rt.group.all_or_none.time", Pauses())
     rendezvous: Any = FailsLater(when)
     found = error_of(lambda: take_all_or_none(rendezvous, raising(error), "map", LONG_S))  # type: ignore[arg-type]
     assert type(found) is expected

@@ -68,7 +68,7 @@ def outcomes(act_of: Callable[[meeting.Meeting, Process], Callable[[], bool | No
         rank = meeting.Meeting(acting, 0, 2)  # type: ignore[arg-type]
         rank._me.watch_of = lambda _, watched=process: (0, watched)  # type: ignore
         try:
-            found.append(" ".join(rank.gather("0", 5.0)))
+            found.append(" ".join(rank.gather("0", 60.0)))
         except MoeRtError as error:
             found.append(type(error).__name__)
     return found
@@ -361,7 +361,7 @@ def test_a_rank_that_is_interrupted_while_the_round_takes_place_ends_the_next() 
             peer._round = 1
         kinds.add(took_place)
         with pytest.raises(errors.GroupPoisoned, match="rank 0 gave up: KeyboardInterrupt") as raised:
-            peer.gather("", 5.0)
+            peer.gather("", 60.0)
         peer.fail(raised.value)
         peer.leave()
         assert not took_place or store.num_keys() == 2 + store.check(["moe_rt/meetings/changes"]), when

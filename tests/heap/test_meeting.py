@@ -174,8 +174,8 @@ def test_a_rank_that_ended_long_ago_is_not_waited_for() -> None:
     os.waitpid(process, 0)
     with ThreadGroup(store, 1, 2, "cpu"):
         pass
-    place = store.get("moe_rt/places/1").replace(str(os.getpid()).encode(), str(process).encode())
-    store.set("moe_rt/places/1", place)
+    place = json.loads(store.get("moe_rt/places/1")) | {"pid": process}
+    store.set("moe_rt/places/1", json.dumps(place))
     with pytest.raises(PeerDead, match="the process of rank 1 ended"):
         Buffer(ThreadGroup(store, 0, 2, "cpu"), **buffer_kwargs(make_spec(2)))
 

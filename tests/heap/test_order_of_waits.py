@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import threading
@@ -192,6 +193,7 @@ def test_a_refused_connection_leaves_nothing_on_any_rank(
     monkeypatch: pytest.MonkeyPatch, refuses: set[tuple[int, int]]
 ) -> None:
     of_hosts(monkeypatch, "AAB", refuses)  # whatever is opened once
+    gc.collect()  # objects of earlier tests may hold descriptors
     before = len(os.listdir("/proc/self/fd"))
     kind, *errors = of_hosts(monkeypatch, "AAB", refuses)
     faulty = {rank for rank, _ in refuses}

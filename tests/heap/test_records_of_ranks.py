@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 from types import SimpleNamespace
@@ -84,6 +85,22 @@ def test_records_of_this_attempt(monkeypatch: pytest.MonkeyPatch, ticks_per_seco
     started_at(monkeypatch, stat_of("250"), ticks_per_second)
     found = [board.is_of_now({"since": since}) for since in (0.0, started - 0.001, started, started + 0.001, 2000.0)]
     assert found == [False, False, True, True, True]
+
+
+@pytest.mark.parametrize("interrupted", [0, 1, 2])
+def test_a_thread_may_lose_its_core_between_two_clocks(monkeypatch: pytest.MonkeyPatch, interrupted: int) -> None:
+    """The start of this process would otherwise be too early, and records of an earlier attempt would count."""
+    started_at(monkeypatch, stat_of("250"))
+    now, looks = [1000.0], itertools.count()
+    monkeypatch.setattr(board.time, "time", lambda: now[0])
+
+    def since_boot(which: int) -> float:
+        found = now[0] - 900.0
+        now[0] += 5.0 if next(looks) % 6 == 2 * interrupted else 0.0
+        return found
+
+    monkeypatch.setattr(board.time, "clock_gettime", since_boot)
+    assert [board.is_of_now({"since": since}) for since in (902.499, 902.5)] == [False, True]
 
 
 @pytest.mark.parametrize(

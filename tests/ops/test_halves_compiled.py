@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks import Ranks
+from support.ranks import CASE_TIMEOUT_S, Ranks
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -127,7 +127,7 @@ def test_out_is_not_for_halves(buffer: Buffer) -> None:
 def compiled(group: Any, backend: str, num_rounds: int) -> None:
     """Compare compiled halves with whole eager ops, on ranks of which one has no tokens."""
     rank = group.rank()
-    with Buffer(group, dtype=torch.float32, timeout_s=600.0, **SIZES) as buffer:
+    with Buffer(group, dtype=torch.float32, timeout_s=CASE_TIMEOUT_S, **SIZES) as buffer:
         graph = torch.compile(round_in_halves, fullgraph=True, backend=backend)
         for _ in range(num_rounds):
             results = []

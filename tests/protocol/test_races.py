@@ -121,7 +121,7 @@ def test_a_late_rank_serves_its_clients(
 def test_weakened_order_is_reported(machine: list[str], weakened: str) -> None:
     """The detector reports relaxed signals, blocks that do not publish their writes, and windows reused immediately."""
     program = compile_stress("thread", machine)
-    for _ in range(5):  # an op may fail on what it reads, and end the run, before the detector reports
+    for _ in range(20):  # an op may fail on what it reads, and end the run, before the detector reports
         result = run(program, RANKS, LANES, FEW_ROUNDS, weakened=weakened)
         assert result.returncode != 0
         if RACE in result.stderr:

@@ -92,6 +92,12 @@ def test_who_left_because_of_a_failure_is_not_taken_for_its_cause() -> None:
     assert (found.code, found.peer) == (Code.POISONED, 3)
 
 
+def test_who_failed_and_left_between_two_looks_has_failed() -> None:
+    """Rank 1 fails and closes its buffer after rank 0 has looked at its poison word."""
+    found = wait("cpu", 1.0, 2, "gone:0.1")
+    assert (found.code, found.peer) == (Code.POISONED, 1)
+
+
 def test_rows_of_a_lost_peer_are_not_taken_for_there() -> None:
     """Rows of a lost peer are not used, although every request to it has completed, successfully or not."""
     found = wait("lost", 1.0, 4)

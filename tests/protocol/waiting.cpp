@@ -8,9 +8,9 @@
 // First form: rank 0's first peers announce after LATE_S each, the others never. If LATE_S begins with "blamed:", the
 // last rank announces then that it has timed out on rank 0; with "woken:" rank 0 is frozen from then on, and finds that
 // poison word when it resumes. With "other:" the last rank has timed out on rank 1, with "dead:" it has found rank 0
-// dead. With "nodes" a CPU rank has half of the ranks on its node, and ranks of the other node forward their signals.
-// "left" does the same, but the network loses these ranks, since the last rank has failed; its poison word arrives just
-// before.
+// dead, with "gone:" it has failed and closed its buffer between two looks of rank 0. With "nodes" a CPU rank has half
+// of the ranks on its node, and ranks of the other node forward their signals. "left" does the same, but the network
+// loses these ranks, since the last rank has failed; its poison word arrives just before.
 //
 // Second form: all other ranks are on other nodes and rank 0 awaits their rows, when the network loses the last of them
 // ("lost"), or a signal arrives ("interrupted"). Or it awaits what one rank passes on of another, and the network loses
@@ -45,15 +45,16 @@ struct Arrival {
   int64_t when;
   uint64_t *where, word;
   int64_t frozen_ns = 0;  // time frozen before a poll
+  bool in_look = false;   // only while the clock is read, between two looks at shared memory
 };
 
 std::vector<Arrival> arrivals;
 int64_t now_ns = kSecond, napped_ns = 0;
 
-void advance(int64_t ns) {
+void advance(int64_t ns, bool in_look = false) {
   now_ns += ns;
   for (Arrival& a : arrivals) {
-    if (now_ns < a.when) continue;
+    if (now_ns < a.when || (a.in_look && !in_look)) continue;
     now_ns += std::exchange(a.frozen_ns, 0);
     *a.where = a.word;
   }
@@ -63,7 +64,7 @@ void advance(int64_t ns) {
 
 // Replace the C library's functions, also for the standard library.
 extern "C" int clock_gettime(clockid_t, timespec* when) noexcept {
-  advance(kLookNs);
+  advance(kLookNs, true);
   *when = {now_ns / kSecond, now_ns % kSecond};
   return 0;
 }
@@ -192,7 +193,11 @@ int main(int argc, char** argv) {
   for (int i = 4; i < argc; ++i) {
     const char* const colon = std::strchr(argv[i], ':');
     const auto late_ns = static_cast<int64_t>(std::atof(colon ? colon + 1 : argv[i]) * kSecond);
-    if (colon) {
+    if (argv[i][0] == 'g') {
+      const uint64_t word = poison_word(Code::kInvalidInput, num_ranks - 1, -1);
+      arrivals.push_back({now_ns + late_ns, &world.poison(0), word, 0, true});
+      arrivals.push_back({now_ns + late_ns, &world.mailbox(0, Kind::kDispatch, num_ranks - 1).closed, 1, 0, true});
+    } else if (colon) {
       const int64_t frozen_ns = argv[i][0] == 'w' ? 10 * kSecond : 0;
       const Code code = argv[i][0] == 'd' ? Code::kPeerDead : Code::kPeerTimeout;
       const uint64_t word = poison_word(code, num_ranks - 1, argv[i][0] == 'o' ? 1 : 0);
