@@ -16,7 +16,7 @@ _LIMITS = {
     errno.ENFILE: "descriptors on this host (fs.file-max)",
     errno.EAGAIN: "threads (ulimit -u, ulimit -v, pids.max of the control group)",
 }
-_LAST_THREAD_S = 0.5
+_LAST_THREAD_S = 2.0
 
 
 @contextmanager

@@ -152,11 +152,21 @@ def too_large(group: Any) -> Seen:
 def interrupted_in_a_wait(group: Any) -> Seen:
     """Interrupt (Ctrl-C) a rank that waits for its peers, which arrive after it has left."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    rendezvous, key = rendezvous_of(group), "test/interrupted_in_a_wait"
+
+    def interrupt() -> None:
+        while not rendezvous._seat.attendance.ticket_of(FAULTY_RANK):
+            time.sleep(0.01)
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGINT)
+
     if rank_of(group) == FAULTY_RANK:
-        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
-    else:
-        time.sleep(3.0)
+        threading.Thread(target=interrupt, daemon=True).start()
+    while rank_of(group) != FAULTY_RANK and not rendezvous._store.add(key, 0):
+        time.sleep(0.01)
     seen = seen_by(lambda: open_buffer(group).close())
+    if rank_of(group) == FAULTY_RANK:
+        rendezvous._store.add(key, 1)
     use(group)
     return seen
 
@@ -225,7 +235,10 @@ def store_ends(group: Any) -> Seen:
         served = dist.TCPStore("localhost", int(first.get("port")), is_master=False)
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=served, rank=rank, world_size=size)
+    first.add("test/store_ends", 1)
     if rank == 0:
+        while first.add("test/store_ends", 0) < size:
+            time.sleep(0.01)
         time.sleep(1.0)
         os.kill(os.getpid(), signal.SIGKILL)
     return seen_by(lambda: open_buffer(dist.group.WORLD).close())
@@ -244,7 +257,7 @@ def crossed_threads(group: Any) -> list[Seen]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60.0)
+        thread.join(600.0)
     return seen
 
 

@@ -15,6 +15,7 @@ from support.ranks import meet
 from support.routing import make_spec
 
 from moe_rt import Buffer
+from moe_rt.errors import MoeRtError
 from moe_rt.lab.testing.resources import held, left_of
 
 kept: list[Buffer] = []
@@ -57,8 +58,12 @@ def stay_away(group: Any, faulty_rank: int, timeout_s: float) -> tuple[str, floa
     buffer = open_buffer(group, timeout_s=timeout_s)
     good_round(buffer)
     start = time.monotonic()
-    if buffer.rank == faulty_rank:
-        time.sleep(3 * timeout_s)
+    try:
+        while buffer.rank == faulty_rank:
+            buffer.check()
+            time.sleep(0.01)
+    except MoeRtError:
+        pass  # the group has ended, of which the next op reminds
     try:
         good_round(buffer)
     except RuntimeError as error:

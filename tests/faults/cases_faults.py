@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import torch
+from support.ranks import meet
 from support.routing import buffer_kwargs, make_inputs, make_spec
 
 from moe_rt import Buffer, MoEConfig, MoELayer
@@ -30,6 +31,15 @@ def good_round(buffer: Buffer) -> None:
     recv_x, recv_weights, handle = buffer.dispatch(x, idx, torch.ones(idx.shape, dtype=spec.acc_dtype))
     out = buffer.combine(recv_x, recv_weights, handle)
     torch.testing.assert_close(out, x * spec.num_topk)
+
+
+def await_wait(buffer: Buffer, op: str = "dispatch") -> None:
+    """Return once this rank waits for its peers in an op of this kind, which another thread runs."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not any((each.op, each.phase) == (op, "wait") for each in buffer.report().ranks[buffer.rank].last_ops):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"got no wait in {op}")
+        time.sleep(0.01)
 
 
 def bad_dispatch(group: Any, faulty_rank: int, changes: dict[str, Any]) -> str:
@@ -194,8 +204,8 @@ def other_handle(group: Any, faulty_rank: int) -> str:
 def close_during_op(group: Any) -> str:
     """One thread waits in an op for the late rank 0 while another closes the buffer."""
     buffer = open_buffer(group)
-    if buffer.rank == 0:
-        time.sleep(0.5)
+    while buffer.rank == 0 and not buffer.report().ranks[1].closed:
+        time.sleep(0.01)
     seen: list[str] = []
 
     def work() -> None:
@@ -207,7 +217,7 @@ def close_during_op(group: Any) -> str:
     thread = threading.Thread(target=work)
     thread.start()
     if buffer.rank == 1:
-        time.sleep(0.2)
+        await_wait(buffer)
         buffer.close()
     thread.join()
     return seen[0]
@@ -230,16 +240,17 @@ def two_threads(group: Any) -> list[str]:
     x, idx = torch.randn(4, buffer.spec.hidden), torch.zeros(4, buffer.spec.num_topk, dtype=torch.int64)
     weights = torch.ones(4, buffer.spec.num_topk)
     if buffer.rank == 0:
-        time.sleep(0.5)
+        meet(group)
         good_round(buffer)
         return ["late"]
     first = threading.Thread(target=good_round, args=(buffer,))
     first.start()
-    time.sleep(0.2)
+    await_wait(buffer)
     try:
         buffer.dispatch(x, idx, weights)
         text = "no error"
     except RuntimeError as error:
         text = f"{type(error).__name__}: {error}"
+    meet(group)
     first.join()
     return [text]

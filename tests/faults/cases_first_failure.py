@@ -6,6 +6,7 @@ import sys
 import time
 from typing import Any
 
+from faults.cases_failures import first_round
 from faults.cases_faults import good_round, open_buffer
 
 from moe_rt.errors import MoeRtError
@@ -55,7 +56,7 @@ def collective_fails(group: Any, faulty_rank: int, kind: type[Exception]) -> str
     """The faulty rank leaves by its own error; the others, by an error that a collective of torch may have raised."""
     try:
         with open_buffer(group) as buffer:
-            good_round(buffer)
+            first_round(group, buffer)
             if buffer.rank == faulty_rank:
                 raise ValueError(FIRST_LINE)
             deadline = time.monotonic() + 60

@@ -10,7 +10,7 @@ from typing import Any
 from faults.cases_faults import good_round, open_buffer
 
 from moe_rt import Buffer
-from moe_rt.lab.testing.resources import limited
+from moe_rt.lab.testing.resources import held, left_of, limited
 
 
 def at_the_descriptor_limit(group: Any, most: int) -> list[str]:
@@ -56,14 +56,14 @@ def descriptors_of_buffers(group: Any, count: int) -> list[int]:
 def without_address_space(group: Any) -> tuple[str, int]:
     """Rank 1 lacks address space for the stacks of its lanes; without the limit the same group works."""
     open_buffer(group).close()
-    threads = len(os.listdir("/proc/self/task"))
+    before = held()
     try:
         with limited("memory", 64) if group.rank() == 1 else contextlib.nullcontext():
             open_buffer(group, num_threads=64).close()
         text = "no error"
     except RuntimeError as error:
         text = f"{type(error).__name__}: {error}"
-    left = len(os.listdir("/proc/self/task")) - threads
+    left = left_of(before)["threads"]
     with open_buffer(group, num_threads=3) as buffer:
         good_round(buffer)
     return text, left

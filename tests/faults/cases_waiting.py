@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from faults.cases_faults import good_round, open_buffer
+from faults.cases_faults import await_wait, good_round, open_buffer
 from support.routing import buffer_kwargs, make_spec
 
 from moe_rt import Buffer
@@ -30,6 +30,16 @@ def wait_for(path: str) -> None:
         time.sleep(0.01)
 
 
+def send_in_wait(number: int, buffer: Buffer, op: str) -> None:
+    """Send this process a signal as soon as this thread waits in an op of this kind, not before."""
+
+    def send() -> None:
+        await_wait(buffer, op)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=send).start()
+
+
 def interrupted_at(group: Any, at: str, num_threads: int, directory: str) -> str:
     """Rank 0 is interrupted while it waits for rank 1, which arrives only after rank 0 has left its wait."""
     buffer = open_buffer(group, num_threads=num_threads)
@@ -39,7 +49,7 @@ def interrupted_at(group: Any, at: str, num_threads: int, directory: str) -> str
     def reach(op: str) -> None:
         if op == at and buffer.rank == 0:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+            send_in_wait(signal.SIGINT, buffer, "combine_backward" if op == "backward" else op)
         elif op == at and buffer.rank == 1:
             wait_for(f"{directory}/out")
 
@@ -77,7 +87,7 @@ def handled(group: Any, raises: bool, directory: str) -> str:
         before = signal.signal(signal.SIGALRM, handler)
         try:
             if buffer.rank == 0:
-                signal.setitimer(signal.ITIMER_REAL, 0.3)
+                send_in_wait(signal.SIGALRM, buffer, "dispatch")
             else:
                 wait_for(f"{directory}/handled")
             good_round(buffer)

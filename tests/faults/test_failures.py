@@ -15,7 +15,7 @@ from moe_rt.lab.testing.resources import held, left_of
 
 MakeRanks = Callable[[str, int], Ranks]
 FAULTY_RANK, SIZE = 1, 3  # some deadlocks need three ranks
-SILENCE_S = 4.0
+SILENCE_S = 8.0
 
 
 @pytest.mark.parametrize("at", ["dispatch", "combine", "backward"])

@@ -106,7 +106,9 @@ def test_a_program_that_ends(tmp_path: Path, started: str, how: str) -> None:
     assert said in seen
 
 
+# Rank 1's process ends once rank 0 has printed why it raises: torchrun ends the others as soon as one has failed.
 JOB = """
+import atexit, os, sys, time
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from faults.cases_faults import good_round, open_buffer
@@ -115,6 +117,10 @@ from faults.cases_faults import good_round, open_buffer
 @record
 def main():
     dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        sys.excepthook = lambda *error, shown=sys.excepthook: (shown(*error), open("shown", "w").close())
+    else:
+        atexit.register(lambda: [time.sleep(0.01) for _ in range(60000) if not os.path.exists("shown")])
     with open_buffer(dist.group.WORLD) as buffer:
         good_round(buffer)
         if buffer.rank == 1:
@@ -131,7 +137,7 @@ def test_torchrun_shows_the_first_failure(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(JOB)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    done = run_python(*torchrun, script, env={**ENVIRONMENT, "PYTHON_EXEC": str(commands() / "python")})
+    done = run_python(*torchrun, script, cwd=tmp_path, env={**ENVIRONMENT, "PYTHON_EXEC": str(commands() / "python")})
     assert done.returncode != 0
     assert "bad batch" in done.stderr.rpartition("Root Cause")[2], done.stderr
     survivor = [line for line in done.stderr.splitlines() if line.startswith("[rank0]:")]

@@ -69,7 +69,7 @@ def test_peer_that_announces_while_the_time_runs_out() -> None:
     waiting: list[Buffer] = []
 
     def only_dispatch(group: ThreadGroup, before: Callable[[Buffer], object]) -> None:
-        with open_buffer(group, timeout_s=0.05) as buffer:
+        with open_buffer(group, timeout_s=0.5) as buffer:
             before(buffer)
             idx = torch.zeros(4, buffer.spec.num_topk, dtype=torch.int64)
             buffer.dispatch(torch.randn(4, buffer.spec.hidden), idx, torch.ones(idx.shape))
@@ -101,7 +101,7 @@ def test_peer_that_announces_while_the_time_runs_out() -> None:
 
 def test_job_that_was_frozen_goes_on(tmp_path: Path) -> None:
     """A job resumes after all ranks were stopped for longer than timeout_s and woken one by one."""
-    ranks, timeout_s = ProcessRanks(3), 5.0
+    ranks, timeout_s = ProcessRanks(3), 10.0
     texts: list[str] = []
     test = threading.Thread(
         target=lambda: texts.extend(ranks.outcomes(cases.frozen_together, timeout_s, str(tmp_path)))

@@ -171,6 +171,25 @@ Status wait_on_gpu(const World& world, double timeout_s) {
   return record.status;
 }
 
+// Lets a peer announce, or what a LATE_S with a word says.
+void expect(const World& world, int peer, const char* late_s) {
+  const int last = world.shape.num_ranks - 1;
+  const char* const colon = std::strchr(late_s, ':');
+  const auto late_ns = static_cast<int64_t>(std::atof(colon ? colon + 1 : late_s) * kSecond);
+  if (late_s[0] == 'g') {
+    const uint64_t word = poison_word(Code::kInvalidInput, last, -1);
+    arrivals.push_back({now_ns + late_ns, &world.poison(0), word, 0, true});
+    arrivals.push_back({now_ns + late_ns, &world.mailbox(0, Kind::kDispatch, last).closed, 1, 0, true});
+  } else if (colon) {
+    const int64_t frozen_ns = late_s[0] == 'w' ? 10 * kSecond : 0;
+    const Code code = late_s[0] == 'd' ? Code::kPeerDead : Code::kPeerTimeout;
+    const uint64_t word = poison_word(code, last, late_s[0] == 'o' ? 1 : 0);
+    arrivals.push_back({now_ns + late_ns, &world.poison(0), word, frozen_ns});
+  } else {
+    arrivals.push_back({now_ns + late_ns, &world.mailbox(0, Kind::kDispatch, peer).signal, 1});
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -190,22 +209,7 @@ int main(int argc, char** argv) {
   const World world{shape, layout, {}, base.data(), nullptr, 0, 1, 1};
   if (is("words")) return print_last_words(world), 0;
   world.mailbox(0, Kind::kDispatch, 0).signal = 1;
-  for (int i = 4; i < argc; ++i) {
-    const char* const colon = std::strchr(argv[i], ':');
-    const auto late_ns = static_cast<int64_t>(std::atof(colon ? colon + 1 : argv[i]) * kSecond);
-    if (argv[i][0] == 'g') {
-      const uint64_t word = poison_word(Code::kInvalidInput, num_ranks - 1, -1);
-      arrivals.push_back({now_ns + late_ns, &world.poison(0), word, 0, true});
-      arrivals.push_back({now_ns + late_ns, &world.mailbox(0, Kind::kDispatch, num_ranks - 1).closed, 1, 0, true});
-    } else if (colon) {
-      const int64_t frozen_ns = argv[i][0] == 'w' ? 10 * kSecond : 0;
-      const Code code = argv[i][0] == 'd' ? Code::kPeerDead : Code::kPeerTimeout;
-      const uint64_t word = poison_word(code, num_ranks - 1, argv[i][0] == 'o' ? 1 : 0);
-      arrivals.push_back({now_ns + late_ns, &world.poison(0), word, frozen_ns});
-    } else {
-      arrivals.push_back({now_ns + late_ns, &world.mailbox(0, Kind::kDispatch, i - 3).signal, 1});
-    }
-  }
+  for (int i = 4; i < argc; ++i) expect(world, i - 3, argv[i]);
   std::vector<int32_t> expert_rank(num_ranks);
   for (int r = 0; r < num_ranks; ++r) expert_rank[r] = r;
   std::vector<uint64_t> segments(num_ranks, uint64_t(segment));

@@ -64,6 +64,7 @@ class Freeze:
             time.sleep(self.gap_s)
 
 
+COMES_S = 0.5  # a rank that has begun to make a buffer is with the others by then
 AT_ONCE_S = 20.0  # less than PATIENCE_S, the timeout of a wait for a late rank
 PLACES = ("anywhere", "in_an_op", "while_making")
 
@@ -108,7 +109,7 @@ class Interrupt:
             pool.send_signal(self.late, signal.SIGSTOP)
         if waits:
             pool.await_stop(self.late)
-        time.sleep(self.after_s)
+        time.sleep(self.after_s + (COMES_S if making else 0.0))
         sent = time.monotonic()
         pool.send_signal(self.rank, signal.SIGINT)
         prompt = [rank for rank in ranks if not (waits and rank == self.late)]
