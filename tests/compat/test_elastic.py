@@ -278,6 +278,10 @@ DISPATCHES: dict[str, tuple[dict[str, Any], str, type[MoeRtError]]] = {
     "an expert twice": ({"topk_idx": torch.zeros(20, 3, dtype=torch.int64)}, "expert twice", MoeRtError),
     "odd experts": ({"num_experts": 5}, "num_experts: got 5", InvalidInput),
     "more tokens than agreed": ({"num_max_tokens_per_rank": 8}, "20 tokens", TooManyTokens),
+    "more codes than agreed": (
+        {"x": (PAIR.x[1].to(torch.float8_e4m3fn), torch.ones(20, 3)), "num_max_tokens_per_rank": 8},
+        "20 tokens", TooManyTokens,
+    ),
     "padding without expansion": ({"do_zero_padding": True}, "do_zero_padding: got", InvalidInput),
     "statistics of another size": (
         {"cumulative_local_expert_recv_stats": torch.zeros(3, dtype=torch.int32)}, "recv_stats: got", InvalidInput,
@@ -318,6 +322,7 @@ def test_wrong_operands_of_dispatch(case: str, later: bool) -> None:
     assert text in str(errors[WRONG])
     assert isinstance(errors[0], InvalidInput | TooManyTokens)
     assert f"rank {WRONG}" in str(errors[0])
+    assert kind is not TooManyTokens or "got 20 tokens" in str(errors[0])
 
 
 @pytest.mark.parametrize("what", ["x", "handle", "topk_weights", "bias", "one of two biases"])

@@ -168,7 +168,8 @@ class ElasticBuffer:
         error = error or self._wrong_options(cumulative_local_expert_recv_stats, num_experts, do_expand,
                                              do_zero_padding, previous_event, allocate_on_comm_stream)  # fmt: skip
         if error is not None:
-            self._exchange.refuse(self._rows, error, *((len(x), most) if isinstance(error, TooManyTokens) else ()))
+            counts = (len(parts_of(x)[0]), most) if isinstance(error, TooManyTokens) else ()
+            self._exchange.refuse(self._rows, error, *counts)
         assert topk_idx is not None
         assert num_experts is not None
         hidden = (x[0] if isinstance(x, tuple) else x).shape[1]
