@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.emulated_gpu import EmulatedGpu
+from support.patience import patient
 from support.ranks import CASE_TIMEOUT_S, ThreadRanks
 from support.routing import buffer_kwargs, make_inputs, make_spec
 
@@ -68,14 +69,18 @@ def pair(buffer: Buffer, mine: Any) -> None:
 
 
 def test_silent_peer() -> None:
-    given_up = threading.Barrier(3, timeout=300.0)
+    begun, given_up = (threading.Barrier(SIZE, timeout=CASE_TIMEOUT_S) for _ in range(2))
 
     def act(buffer: Buffer, mine: Any) -> None:
-        pair(buffer, mine)
-        if buffer.rank == 1:  # it receives every rank's rows, and learns afterwards that they have aborted
-            given_up.wait()
-            return pair(buffer, mine)
-        recv_x, _, handle = buffer.dispatch(*mine)
+        with patient(buffer):
+            pair(buffer, mine)
+            if buffer.rank == 1:  # it receives every rank's rows, and learns afterwards that they have aborted
+                begun.wait()
+                given_up.wait()
+                return pair(buffer, mine)
+            pending = buffer.dispatch(*mine, wait=False)
+            begun.wait()  # ranks 0 and 2 then wait for rank 1 only
+        recv_x, _, handle = pending.wait()
         assert handle.offs.sum() == 0, "the rows that never came must not be used"
         given_up.wait()
         with pytest.raises(MoeRtError):  # the next op raises
