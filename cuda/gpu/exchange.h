@@ -80,15 +80,17 @@ class DeviceIdle {
   }
 
   MOE_RT_FN Code pause(const Mailbox& mailbox, uint64_t seq) {
-    if (const uint64_t word = load_relaxed(world_.poison(world_.rank)); word != 0) {
-      const int64_t waited = machine_.clock_ns() - deadline_ + control_.timeout_ns;
-      return blames_who_waits(word, world_.rank, waited, control_.timeout_ns) ? Code::kPeerTimeout : Code::kPoisoned;
-    }
+    if (const Code code = read_poison(); code != Code::kOk) return code;
     if (++looks_ % tuning::kDeviceLookEvery == 0) {
       const Kind other = kind_ == Kind::kDispatch ? Kind::kCombine : Kind::kDispatch;
       const Mailbox& others = world_.mailbox(world_.rank, other, peer_);
       const Mailbox& announcers = world_.mailbox(world_.rank, kind_, announcer());
-      if (closed_before(announcers, mailbox, seq) && !on_its_way(mailbox, seq)) return Code::kPeerClosed;
+      if (closed_before(announcers, mailbox, seq) && !on_its_way(mailbox, seq)) {
+        // Prefer the poison word, which names the cause: 1. this rank reads no poison, 2. its peer fails, poisons it and
+        // closes, 3. this rank reads that the peer has closed.
+        const Code code = read_poison();
+        return code != Code::kOk ? code : Code::kPeerClosed;
+      }
       if (in_order() && out_of_order(mailbox, seq, others, control_.state->seq[int(other)]) &&
           !on_its_way(mailbox, seq)) {
         return Code::kCallOrderMismatch;
@@ -100,6 +102,12 @@ class DeviceIdle {
   }
 
  private:
+  MOE_RT_FN Code read_poison() const {
+    const uint64_t word = load_relaxed(world_.poison(world_.rank));
+    if (word == 0) return Code::kOk;
+    const int64_t waited = machine_.clock_ns() - deadline_ + control_.timeout_ns;
+    return blames_who_waits(word, world_.rank, waited, control_.timeout_ns) ? Code::kPeerTimeout : Code::kPoisoned;
+  }
   // Passed-on announcements of the two kinds may arrive out of order.
   MOE_RT_FN bool in_order() const { return !Machine::kTwoLevel || announces_itself(world_, peer_); }
   // If the network does not order signals (gin_net.h), a later signal of a sender may be seen before an earlier one.

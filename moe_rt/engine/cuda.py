@@ -83,6 +83,7 @@ _LAUNCHES = {
         whole=None,
     ),
 }
+_taking_a_stream = threading.Lock()
 
 
 class CudaEngine(Engine):
@@ -241,15 +242,16 @@ class CudaEngine(Engine):
         stream = self._gpu.stream()
         taken = self._segments.streams
         if taken is not None and taken.get(self.rank) != stream and not self._gpu.is_capturing():
-            for peer, other in taken.copy().items():  # peers that are threads may add theirs meanwhile
-                if other == stream and peer != self.rank:
-                    raise InvalidConfig(
-                        f"stream: got the one that virtual rank {peer} uses, expected one for each rank; run every "
-                        "rank under its own torch.cuda.stream(...)",
-                        rank=self.rank,
-                        peer=peer,
-                    )
-            taken[self.rank] = stream
+            with _taking_a_stream:  # of two ranks that come at once, the second finds the first one's stream
+                for peer, other in taken.items():
+                    if other == stream and peer != self.rank:
+                        raise InvalidConfig(
+                            f"stream: got the one that virtual rank {peer} uses, expected one for each rank; run every "
+                            "rank under its own torch.cuda.stream(...)",
+                            rank=self.rank,
+                            peer=peer,
+                        )
+                taken[self.rank] = stream
         return stream
 
     @contextmanager

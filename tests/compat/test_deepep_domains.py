@@ -9,6 +9,7 @@ import torch
 from compat.oracle import Job, make_job, received, visits
 from compat.test_normal import BYTES, dispatch, layout_arguments, on_ranks
 from compat.texts import said, zeros
+from support.ranks import CASE_TIMEOUT_S
 
 from moe_rt import ThreadGroup
 from moe_rt.compat import deep_ep
@@ -60,7 +61,9 @@ def test_sixteen_ranks() -> None:
         for bias in (None, torch.ones_like(job.x[rank])):
             out, _, _ = buffer.internode_combine(recv_x, handle, bias=bias)
             assert torch.equal(out, (job.x[rank].float() * copies + (0 if bias is None else 1)).bfloat16())
-        elastic = deep_ep.ElasticBuffer(buffer.group, num_max_tokens_per_rank=4, hidden=16, num_cpu_timeout_secs=60)
+        elastic = deep_ep.ElasticBuffer(
+            buffer.group, num_max_tokens_per_rank=4, hidden=16, num_cpu_timeout_secs=int(CASE_TIMEOUT_S)
+        )
         recv_x, _, weights, ep, _ = elastic.dispatch(job.x[rank], job.topk_idx[rank], weights_of(rank), num_experts=16)
         out, home, _ = elastic.combine(recv_x, ep, topk_weights=weights)
         assert torch.equal(out, (job.x[rank].float() * copies).bfloat16())
@@ -176,7 +179,7 @@ def send(exchange: Exchange, tokens: int, rows: Rows, bound: int | None = None) 
 
 def test_buffers_grow_and_stay() -> None:
     def work(group: ThreadGroup) -> list[Any]:
-        exchange, made = Exchange(group, 60), dict[Any, None]()
+        exchange, made = Exchange(group, CASE_TIMEOUT_S), dict[Any, None]()
         sizes: list[int] = []
         assert exchange.of(rows_of()) is exchange.of(None) is None
         for tokens, rows, bound in ((3, rows_of(), None), (32, rows_of(), None), (33, rows_of(), None),
@@ -197,7 +200,7 @@ def test_buffers_grow_and_stay() -> None:
         assert exchange.of(rows_of()) is None
         return sizes
 
-    assert ThreadGroup.run(work, 2, timeout_s=120) == [[32, 32, 64, 32, 64, 5, 5, 6, 128]] * 2
+    assert ThreadGroup.run(work, 2, timeout_s=CASE_TIMEOUT_S) == [[32, 32, 64, 32, 64, 5, 5, 6, 128]] * 2
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["first buffer", "later buffer"])
@@ -213,7 +216,7 @@ def test_ranks_that_disagree_about_a_buffer(
     rows: Rows, bound: Any, name: str, got: Any, expected: Any, later: bool
 ) -> None:
     def work(group: ThreadGroup) -> None:
-        exchange = Exchange(group, 60)
+        exchange = Exchange(group, CASE_TIMEOUT_S)
         if later:
             send(exchange, 3, rows_of(64))
         with pytest.raises(ConfigMismatch) as caught:
@@ -222,13 +225,13 @@ def test_ranks_that_disagree_about_a_buffer(
         assert str(caught.value).startswith(text)
         assert (caught.value.rank, caught.value.peer) == (group.rank, 1)
 
-    ThreadGroup.run(work, 2, timeout_s=120)
+    ThreadGroup.run(work, 2, timeout_s=CASE_TIMEOUT_S)
 
 
 @pytest.mark.parametrize("refuses", [0, 1, 2])
 def test_a_refusal_where_peers_come_to_make_a_buffer(refuses: int) -> None:
     def work(group: ThreadGroup) -> None:
-        exchange, error = Exchange(group, 60), InvalidInput("x: got nothing", rank=refuses)
+        exchange, error = Exchange(group, CASE_TIMEOUT_S), InvalidInput("x: got nothing", rank=refuses)
         for _ in range(2):
             with pytest.raises(MoeRtError) as caught:
                 exchange.refuse(None, error) if group.rank == refuses else send(exchange, 3, rows_of())
@@ -243,14 +246,14 @@ def test_a_refusal_where_peers_come_to_make_a_buffer(refuses: int) -> None:
         assert exchange.buffers == []
         send(exchange, 3, rows_of())
 
-    ThreadGroup.run(work, 3, timeout_s=120)
+    ThreadGroup.run(work, 3, timeout_s=CASE_TIMEOUT_S)
 
 
 def test_rows_that_a_function_writes() -> None:
     """It is not called for more rows than the buffer holds, which every rank refuses."""
 
     def work(group: ThreadGroup) -> None:
-        exchange, calls = Exchange(group, 60), list[int]()
+        exchange, calls = Exchange(group, CASE_TIMEOUT_S), list[int]()
 
         def write(window: torch.Tensor) -> None:
             calls.append(len(window))
@@ -266,14 +269,14 @@ def test_rows_that_a_function_writes() -> None:
         assert calls == [32, 3, 33]
         assert [buffer.spec.num_max_tokens_per_rank for buffer in exchange.buffers] == [64, 32]
 
-    ThreadGroup.run(work, 2, timeout_s=120)
+    ThreadGroup.run(work, 2, timeout_s=CASE_TIMEOUT_S)
 
 
 def test_ops_leave_no_graph() -> None:
     """Gradients that are recorded elsewhere do not reach them."""
     job = make_job(1, [5], 32, 2, 4)
     group = ThreadGroup.make(1)[0]
-    buffer = deep_ep.Buffer(group, BYTES, timeout_s=60)
+    buffer = deep_ep.Buffer(group, BYTES, timeout_s=CASE_TIMEOUT_S)
     x, weights = job.x[0].clone().requires_grad_(), job.topk_weights[0].clone().requires_grad_()
     arguments = layout_arguments(buffer, job, 0) | {"topk_idx": job.topk_idx[0]}
     recv_x, _, recv_weights, _, handle, _ = buffer.dispatch(x, **arguments, topk_weights=weights)
@@ -291,8 +294,10 @@ def test_ops_make_tensors_where_their_operands_are() -> None:
 
     def work(group: ThreadGroup) -> None:
         rank = group.rank
-        buffer = deep_ep.Buffer(group, BYTES, BYTES, True, timeout_s=60)
-        elastic = deep_ep.ElasticBuffer(group, num_max_tokens_per_rank=16, hidden=512, num_cpu_timeout_secs=60)
+        buffer = deep_ep.Buffer(group, BYTES, BYTES, True, timeout_s=CASE_TIMEOUT_S)
+        elastic = deep_ep.ElasticBuffer(
+            group, num_max_tokens_per_rank=16, hidden=512, num_cpu_timeout_secs=int(CASE_TIMEOUT_S)
+        )
         bias = torch.ones_like(job.x[rank])
         waits = torch.zeros(2, dtype=torch.int64)
         results: list[list[torch.Tensor]] = []
@@ -324,15 +329,15 @@ def test_ops_make_tensors_where_their_operands_are() -> None:
             assert one.device == other.device
             assert one.shape == other.shape
 
-    ThreadGroup.run(work, 2, timeout_s=120)
+    ThreadGroup.run(work, 2, timeout_s=CASE_TIMEOUT_S)
 
 
 def test_buffers_are_made_where_the_ranks_are() -> None:
     def work(group: ThreadGroup) -> None:
-        exchange = Exchange(group, 60)
+        exchange = Exchange(group, CASE_TIMEOUT_S)
         for tokens, rows in ((3, rows_of()), (3, rows_of(32)), (40, rows_of())):
             given = zeros(tokens, rows.hidden), torch.full((tokens, 1), group.rank), torch.ones(tokens, 1)
             with torch.device("meta"):
                 assert exchange.dispatch(rows, *given).x.is_cpu
 
-    ThreadGroup.run(work, 2, timeout_s=120)
+    ThreadGroup.run(work, 2, timeout_s=CASE_TIMEOUT_S)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from compat.oracle import make_job
 from compat.test_normal import dispatch
+from support.ranks import CASE_TIMEOUT_S
 
 from moe_rt import ThreadGroup
 from moe_rt.compat import deep_ep
@@ -127,7 +128,7 @@ def test_a_dispatch_needs_exactly_the_bytes_of_its_queues(given: deep_ep.Config 
         x: Any = job.x[group.rank]
         x = (x.to(torch.float8_e4m3fn), torch.zeros(len(x), 2)) if codes else x
         wide = tuple(part.repeat(1, 2) for part in x) if codes else x.repeat(1, 2)
-        fits, small = (deep_ep.Buffer(group, size, timeout_s=60) for size in (needed, needed - 1))
+        fits, small = (deep_ep.Buffer(group, size, timeout_s=CASE_TIMEOUT_S) for size in (needed, needed - 1))
         handle = dispatch(fits, job, group.rank, x, config=given)[4]
         text = f"rank {group.rank}: num_nvl_bytes: got {needed - 1}, expected {needed}, as DeepEP needs for this config"
         with pytest.raises(InvalidInput) as caught:
@@ -141,7 +142,7 @@ def test_a_dispatch_needs_exactly_the_bytes_of_its_queues(given: deep_ep.Config 
             fits.dispatch(wide, handle, config=given)
         assert str(caught.value).startswith(f"{text} (")
 
-    ThreadGroup.run(rank, 2, timeout_s=120)
+    ThreadGroup.run(rank, 2, timeout_s=CASE_TIMEOUT_S)
 
 
 @pytest.mark.parametrize("most", [1, 16, 128])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from compat.oracle import Job, make_job, received, visits
+from support.ranks import CASE_TIMEOUT_S
 
 from moe_rt import ThreadGroup
 from moe_rt.compat import deep_ep
@@ -25,14 +26,14 @@ def on_ranks(job: Job, work: Work, **options: Any) -> list[Any]:
 
     def rank(group: ThreadGroup) -> Any:
         buffer = deep_ep.ElasticBuffer(
-            group, num_max_tokens_per_rank=MOST, hidden=2 * HIDDEN, num_cpu_timeout_secs=60, explicitly_destroy=True,
-            **options,
+            group, num_max_tokens_per_rank=MOST, hidden=2 * HIDDEN, num_cpu_timeout_secs=int(CASE_TIMEOUT_S),
+            explicitly_destroy=True, **options,
         )  # fmt: skip
         result = work(buffer, group.rank)
         buffer.destroy()
         return result
 
-    return ThreadGroup.run(rank, job.num_ranks, timeout_s=120)
+    return ThreadGroup.run(rank, job.num_ranks, timeout_s=CASE_TIMEOUT_S)
 
 
 def dispatch(buffer: deep_ep.ElasticBuffer, job: Job, rank: int, x: Any = None, **options: Any) -> Any:

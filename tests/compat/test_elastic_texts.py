@@ -8,6 +8,7 @@ import pytest
 import torch
 from compat.oracle import make_job
 from compat.texts import Cases, across, check, f32, on_two_ranks, said, zeros
+from support.ranks import CASE_TIMEOUT_S
 
 from moe_rt import ThreadGroup
 from moe_rt.compat import deep_ep
@@ -21,7 +22,9 @@ HANDLE = "handle: got another buffer's, or {}, expected one that this buffer's d
 
 
 def make(group: ThreadGroup, **options: Any) -> deep_ep.ElasticBuffer:
-    return deep_ep.ElasticBuffer(group, MIB2, num_max_tokens_per_rank=8, num_cpu_timeout_secs=60, **options)
+    return deep_ep.ElasticBuffer(
+        group, MIB2, num_max_tokens_per_rank=8, num_cpu_timeout_secs=int(CASE_TIMEOUT_S), **options
+    )
 
 
 def given(rank: int, **changed: Any) -> dict[str, Any]:

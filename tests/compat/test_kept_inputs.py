@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from compat.oracle import make_job, received, visits
+from support.ranks import CASE_TIMEOUT_S
 
 from moe_rt import ThreadGroup
 from moe_rt.compat import deep_ep
@@ -20,12 +21,14 @@ JOB = make_job(2, [8, 8], HIDDEN, 3, 4)
 
 def on_ranks(work: Callable[[deep_ep.Buffer, int], Any], num_ranks: int = 2) -> list[Any]:
     def rank(group: ThreadGroup) -> Any:
-        buffer = deep_ep.Buffer(group, BYTES, BYTES, low_latency_mode=True, explicitly_destroy=True, timeout_s=60)
+        buffer = deep_ep.Buffer(
+            group, BYTES, BYTES, low_latency_mode=True, explicitly_destroy=True, timeout_s=CASE_TIMEOUT_S
+        )
         result = work(buffer, group.rank)
         buffer.destroy()
         return result
 
-    return ThreadGroup.run(rank, num_ranks, timeout_s=120)
+    return ThreadGroup.run(rank, num_ranks, timeout_s=CASE_TIMEOUT_S)
 
 
 def test_ids_of_a_normal_dispatch_may_change() -> None:
@@ -82,12 +85,16 @@ def test_nothing_returns_to_a_rank_whose_tokens_visit_no_expert(where: str) -> N
         idx = torch.full_like(JOB.topk_idx[0], -1) if rank == 0 else JOB.topk_idx[1]
         given: dict[str, Any] = {"topk_idx": idx, "topk_weights": JOB.topk_weights[rank]}
         if where == "elastic":
-            sizes_of_buffer = {"num_max_tokens_per_rank": MOST, "hidden": HIDDEN, "num_cpu_timeout_secs": 60}
+            sizes_of_buffer = {
+                "num_max_tokens_per_rank": MOST,
+                "hidden": HIDDEN,
+                "num_cpu_timeout_secs": int(CASE_TIMEOUT_S),
+            }
             elastic = deep_ep.ElasticBuffer(group, **sizes_of_buffer)
             recv_x, _, _, handle, _ = elastic.dispatch(JOB.x[rank], **given, num_experts=4)
             out, _, _ = elastic.combine(recv_x, handle)
         else:
-            buffer = deep_ep.Buffer(group, BYTES, timeout_s=60)
+            buffer = deep_ep.Buffer(group, BYTES, timeout_s=CASE_TIMEOUT_S)
             per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, 4)
             layout = {"num_tokens_per_rank": per_rank, "num_tokens_per_expert": per_expert, "is_token_in_rank": in_rank}
             recv_x, *_, handle, _ = buffer.dispatch(JOB.x[rank], **layout, **given)
@@ -95,7 +102,7 @@ def test_nothing_returns_to_a_rank_whose_tokens_visit_no_expert(where: str) -> N
         visited = visits(JOB, rank).sum(1, keepdim=True) * (rank == 1)
         assert torch.equal(out, (JOB.x[rank].float() * visited).bfloat16())
 
-    ThreadGroup.run(work, 2, timeout_s=120)
+    ThreadGroup.run(work, 2, timeout_s=CASE_TIMEOUT_S)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from compat.oracle import Job, expert_rows, make_job, weighted
 from compat.test_normal import on_ranks
+from support.ranks import CASE_TIMEOUT_S
 
 from moe_rt.compat import deep_ep
 from moe_rt.compat.deep_ep.utils.math import per_token_cast_back
@@ -165,7 +166,7 @@ def test_a_hook_is_the_second_half() -> None:
 
     def begin(op: int, rank: int, call: Callable[[], Any]) -> Any:
         if rank == 1:
-            assert begun[op].wait(30)
+            assert begun[op].wait(CASE_TIMEOUT_S)
         result = call()
         begun[op].set()
         return result

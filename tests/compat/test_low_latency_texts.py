@@ -9,6 +9,7 @@ import torch
 from compat.oracle import make_job
 from compat.test_normal import BYTES, dispatch
 from compat.texts import Cases, across, check, f32, on_two_ranks, said, zeros
+from support.ranks import CASE_TIMEOUT_S
 
 from moe_rt import Buffer, ThreadGroup
 from moe_rt.buffer import packed
@@ -25,7 +26,7 @@ FOREIGN = "handle: got another buffer's, or a copy of its items, expected one th
 
 
 def make(group: ThreadGroup) -> deep_ep.Buffer:
-    return deep_ep.Buffer(group, BYTES, BYTES, True, timeout_s=60)
+    return deep_ep.Buffer(group, BYTES, BYTES, True, timeout_s=CASE_TIMEOUT_S)
 
 
 def given(rank: int) -> dict[str, Any]:
@@ -237,7 +238,7 @@ def test_an_op_completes_the_one_before_it(name: str, refused: bool) -> None:
 
 def test_hooks_that_were_never_called_are_named_when_the_buffer_ends() -> None:
     def work(group: ThreadGroup) -> str:
-        buffer = deep_ep.Buffer(group, BYTES, BYTES, True, explicitly_destroy=True, timeout_s=60)
+        buffer = deep_ep.Buffer(group, BYTES, BYTES, True, explicitly_destroy=True, timeout_s=CASE_TIMEOUT_S)
         recv_x, _, handle, _, _ = buffer.low_latency_dispatch(**given(group.rank))
         routing = JOB.topk_idx[group.rank], JOB.topk_weights[group.rank], handle
         buffer.low_latency_combine(recv_x, *routing, return_recv_hook=True)
@@ -254,7 +255,7 @@ def test_hooks_that_were_never_called_are_named_when_the_buffer_ends() -> None:
         return text
 
     names = "low_latency_combine, low_latency_dispatch"
-    for rank, text in enumerate(ThreadGroup.run(work, 2, timeout_s=120)):
+    for rank, text in enumerate(ThreadGroup.run(work, 2, timeout_s=CASE_TIMEOUT_S)):
         assert text == f"rank {rank}: destroy: got hooks never called of {names}, expected every hook called"
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from compat.oracle import Job, make_job, received, visits
+from support.ranks import CASE_TIMEOUT_S
 
 from moe_rt import ThreadGroup
 from moe_rt.compat import deep_ep
@@ -22,12 +23,14 @@ def on_ranks(job: Job, work: Callable[[deep_ep.Buffer, int], Any]) -> list[Any]:
     """Run work(buffer, rank) on a thread for each rank of the job."""
 
     def rank(group: ThreadGroup) -> Any:
-        buffer = deep_ep.Buffer(group, BYTES, BYTES, low_latency_mode=True, explicitly_destroy=True, timeout_s=60)
+        buffer = deep_ep.Buffer(
+            group, BYTES, BYTES, low_latency_mode=True, explicitly_destroy=True, timeout_s=CASE_TIMEOUT_S
+        )
         result = work(buffer, group.rank)
         buffer.destroy()
         return result
 
-    return ThreadGroup.run(rank, job.num_ranks, timeout_s=120)
+    return ThreadGroup.run(rank, job.num_ranks, timeout_s=CASE_TIMEOUT_S)
 
 
 def layout_arguments(buffer: deep_ep.Buffer, job: Job, rank: int) -> dict[str, Any]:

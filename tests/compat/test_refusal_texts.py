@@ -11,6 +11,7 @@ import torch
 from compat.oracle import make_job
 from compat.test_normal import BYTES, dispatch, layout_arguments
 from compat.texts import Cases, across, check, f32, on_two_ranks, zeros
+from support.ranks import CASE_TIMEOUT_S
 
 from moe_rt import ThreadGroup
 from moe_rt.compat import deep_ep
@@ -98,7 +99,7 @@ def test_a_tensor_has_a_dtype_a_shape_a_device_and_rows() -> None:
 
 
 def make(group: ThreadGroup) -> deep_ep.Buffer:
-    return deep_ep.Buffer(group, BYTES, timeout_s=60)
+    return deep_ep.Buffer(group, BYTES, timeout_s=CASE_TIMEOUT_S)
 
 
 def given(buffer: deep_ep.Buffer, rank: int) -> dict[str, Any]:

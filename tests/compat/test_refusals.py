@@ -13,6 +13,7 @@ import pytest
 import torch
 from compat.oracle import Job, make_job
 from compat.test_normal import BYTES, dispatch, layout_arguments, on_ranks
+from support.ranks import CASE_TIMEOUT_S
 
 from moe_rt import ThreadGroup
 from moe_rt.compat import deep_ep
@@ -186,7 +187,7 @@ def test_a_refusal_after_the_weights_went_home() -> None:
 @pytest.mark.parametrize("op", ["cached dispatch", "combine", "low-latency combine"])
 def test_handles_of_another_buffer(op: str) -> None:
     def rank(group: ThreadGroup) -> str:
-        one, other = (deep_ep.Buffer(group, BYTES, BYTES, True, timeout_s=60) for _ in range(2))
+        one, other = (deep_ep.Buffer(group, BYTES, BYTES, True, timeout_s=CASE_TIMEOUT_S) for _ in range(2))
         recv_x, _, _, _, handle, _ = dispatch(one, JOB, group.rank)
         dispatch(other, JOB, group.rank)
         packed, _, low_handle, _, _ = low(one, group.rank)
@@ -201,7 +202,7 @@ def test_handles_of_another_buffer(op: str) -> None:
             calls[op]()
         return str(caught.value)
 
-    for text in ThreadGroup.run(rank, 2, timeout_s=120):
+    for text in ThreadGroup.run(rank, 2, timeout_s=CASE_TIMEOUT_S):
         assert "handle" in text
 
 
@@ -258,17 +259,19 @@ def test_peers_are_told_how_many_tokens_were_too_many(elastic: bool) -> None:
         tokens = 9 if group.rank == WRONG else 3
         x, ids = JOB.x[group.rank][:tokens], JOB.topk_idx[group.rank][:tokens]
         if elastic:
-            made = deep_ep.ElasticBuffer(group, num_max_tokens_per_rank=8, hidden=128, num_cpu_timeout_secs=60)
+            made = deep_ep.ElasticBuffer(
+                group, num_max_tokens_per_rank=8, hidden=128, num_cpu_timeout_secs=int(CASE_TIMEOUT_S)
+            )
             made.dispatch(x[:3], ids[:3], num_experts=4)
         else:
-            buffer = deep_ep.Buffer(group, BYTES, BYTES, True, timeout_s=60)
+            buffer = deep_ep.Buffer(group, BYTES, BYTES, True, timeout_s=CASE_TIMEOUT_S)
             buffer.low_latency_dispatch(x[:3], ids[:3], 8, 4, use_fp8=False)
         given = x, ids, 8, 4
         with pytest.raises(TooManyTokens) as caught:
             made.dispatch(x, ids, num_experts=4) if elastic else buffer.low_latency_dispatch(*given, use_fp8=False)
         return caught.value
 
-    for error in ThreadGroup.run(rank, 2, timeout_s=120):
+    for error in ThreadGroup.run(rank, 2, timeout_s=CASE_TIMEOUT_S):
         assert re.search(r"\b9 tokens, expected at most (\w+ = )?8\b", str(error))
 
 
@@ -323,7 +326,7 @@ def test_a_hook_that_was_never_called() -> None:
 
 def test_a_hook_called_twice_and_one_left_at_the_end() -> None:
     def rank(group: ThreadGroup) -> None:
-        buffer = deep_ep.Buffer(group, BYTES, BYTES, True, explicitly_destroy=True, timeout_s=60)
+        buffer = deep_ep.Buffer(group, BYTES, BYTES, True, explicitly_destroy=True, timeout_s=CASE_TIMEOUT_S)
         hooks = [low(buffer, group.rank, return_recv_hook=True)[-1] for _ in range(2)]
         hooks[0]()
         with pytest.raises(InvalidInput, match=rf"rank {group.rank}: low_latency_dispatch: hook: got a second call"):
@@ -333,7 +336,7 @@ def test_a_hook_called_twice_and_one_left_at_the_end() -> None:
         with pytest.raises(GroupClosed):
             low(buffer, group.rank)
 
-    ThreadGroup.run(rank, 2, timeout_s=120)
+    ThreadGroup.run(rank, 2, timeout_s=CASE_TIMEOUT_S)
 
 
 @pytest.mark.parametrize("what", ["topk_idx", "topk_weights", "x", "out"])
@@ -387,7 +390,7 @@ def test_a_combine_is_refused_where_its_sums_return(elastic: bool, monkeypatch: 
         routing = job.topk_idx[0], job.topk_weights[0]
         recv_x, _, _, handle, _ = buffer.dispatch(job.x[0], *routing, num_experts=4)
     else:
-        buffer = deep_ep.Buffer(group, BYTES, timeout_s=60)
+        buffer = deep_ep.Buffer(group, BYTES, timeout_s=CASE_TIMEOUT_S)
         recv_x, _, _, _, handle, _ = dispatch(buffer, job, 0)
     buffer.combine(recv_x, handle, bias=job.x[0])
     with pytest.raises(InvalidInput, match="x: got"):
@@ -399,12 +402,12 @@ def test_low_latency_memory_and_mode() -> None:
     def rank(group: ThreadGroup) -> None:
         enough = low_latency_bytes(20, JOB.x[0].shape[1], 4)
         for size, mode, name in ((enough - 1, True, "num_rdma_bytes"), (BYTES, False, "low_latency_mode")):
-            buffer = deep_ep.Buffer(group, BYTES, size, mode, timeout_s=60)
+            buffer = deep_ep.Buffer(group, BYTES, size, mode, timeout_s=CASE_TIMEOUT_S)
             with pytest.raises(InvalidInput, match=name):
                 low(buffer, group.rank)
-        low(deep_ep.Buffer(group, BYTES, enough, True, timeout_s=60), group.rank)
+        low(deep_ep.Buffer(group, BYTES, enough, True, timeout_s=CASE_TIMEOUT_S), group.rank)
 
-    ThreadGroup.run(rank, 2, timeout_s=120)
+    ThreadGroup.run(rank, 2, timeout_s=CASE_TIMEOUT_S)
 
 
 @pytest.mark.parametrize("mode", ["cached dispatch", "low-latency"])
@@ -428,7 +431,7 @@ def _start(rank: int, store: str, mode: str, write: int) -> int:
     try:
         torch.set_num_threads(1)
         torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
-        buffer = deep_ep.Buffer(torch.distributed.group.WORLD, BYTES, BYTES, True, timeout_s=60)
+        buffer = deep_ep.Buffer(torch.distributed.group.WORLD, BYTES, BYTES, True, timeout_s=CASE_TIMEOUT_S)
         handle = dispatch(buffer, JOB, rank)[4]
         low(buffer, rank)
         if rank == WRONG:
@@ -470,7 +473,7 @@ def test_destroy_closes_every_buffer_that_was_made() -> None:
     """A buffer that a larger batch has outgrown is closed as well."""
 
     def rank(group: ThreadGroup) -> None:
-        buffer = deep_ep.Buffer(group, BYTES, BYTES, True, explicitly_destroy=True, timeout_s=60)
+        buffer = deep_ep.Buffer(group, BYTES, BYTES, True, explicitly_destroy=True, timeout_s=CASE_TIMEOUT_S)
         for tokens in (20, 200):
             dispatch(buffer, make_job(2, [tokens, tokens], 128, 3, 4), group.rank)
         low(buffer, group.rank)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from support.ranks import CASE_TIMEOUT_S
 
 from moe_rt import ThreadGroup
 from moe_rt.errors import MoeRtError
@@ -43,4 +44,4 @@ def check(rank: int, op: Callable[..., Any], right: dict[str, Any], cases: Cases
 
 def on_two_ranks(make: Callable[[ThreadGroup], Any], work: Callable[[Any, int], Any]) -> list[Any]:
     """Run work(make(group), rank) on two threads."""
-    return ThreadGroup.run(lambda group: work(make(group), group.rank), 2, timeout_s=120)
+    return ThreadGroup.run(lambda group: work(make(group), group.rank), 2, timeout_s=CASE_TIMEOUT_S)

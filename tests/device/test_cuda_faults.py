@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from support.emulated_gpu import EmulatedGpu
-from support.ranks import ThreadRanks
+from support.patience import patient
+from support.ranks import CASE_TIMEOUT_S, ThreadRanks
 from support.routing import buffer_kwargs, make_inputs, make_spec
 
 from moe_rt import Buffer, ThreadGroup
@@ -68,14 +69,18 @@ def pair(buffer: Buffer, mine: Any) -> None:
 
 
 def test_silent_peer() -> None:
-    given_up = threading.Barrier(3, timeout=300.0)
+    begun, given_up = (threading.Barrier(SIZE, timeout=CASE_TIMEOUT_S) for _ in range(2))
 
     def act(buffer: Buffer, mine: Any) -> None:
-        pair(buffer, mine)
-        if buffer.rank == 1:  # it receives every rank's rows, and learns afterwards that they have aborted
-            given_up.wait()
-            return pair(buffer, mine)
-        recv_x, _, handle = buffer.dispatch(*mine)
+        with patient(buffer):
+            pair(buffer, mine)
+            if buffer.rank == 1:  # it receives every rank's rows, and learns afterwards that they have aborted
+                begun.wait()
+                given_up.wait()
+                return pair(buffer, mine)
+            pending = buffer.dispatch(*mine, wait=False)
+            begun.wait()  # ranks 0 and 2 then wait for rank 1 only
+        recv_x, _, handle = pending.wait()
         assert handle.offs.sum() == 0, "the rows that never came must not be used"
         given_up.wait()
         with pytest.raises(MoeRtError):  # the next op raises
@@ -330,20 +335,44 @@ def test_too_many_experts_for_a_block() -> None:
         Buffer(ThreadGroup.make(1, EmulatedGpu())[0], **buffer_kwargs(spec))
 
 
-class Growing(dict[int, int]):
-    """Gains an entry while it is iterated, as if another rank's thread ran in between."""
+class Compared(dict[int, int]):
+    """Streams of ranks. While rank 0 compares them, rank 1 comes and does so too, unless it has to wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_begun, self.has_ended = threading.Event(), threading.Event()
 
     def items(self) -> Any:
-        for item in super().items():
-            self[100] = -1
-            yield item
+        if not self.has_begun.is_set():
+            self.has_begun.set()
+            self.has_ended.wait(0.2)
+        return super().items()
 
 
+@pytest.mark.emulated("pretends a stream")
 def test_ranks_that_come_while_streams_are_compared() -> None:
+    """One of two ranks that come to a stream together is refused."""
+    streams = Compared()
+
+    def case(group: ThreadGroup) -> None:
+        with Buffer(group, **buffer_kwargs(make_spec(2))) as buffer:
+            engine: Any = buffer._engine
+            engine._segments.streams = streams
+            if buffer.rank == 0:
+                assert engine._stream() == 7
+                streams.has_begun.set()
+                return
+            assert streams.has_begun.wait(CASE_TIMEOUT_S)
+            with pytest.raises(InvalidConfig, match="stream: got the one that virtual rank 0 uses"):
+                engine._stream()
+            streams.has_ended.set()
+
+    ThreadRanks(2, OneStream()).run(case)
+
+
+def test_a_stream_of_a_peer() -> None:
     with Buffer(ThreadGroup.make(1, EmulatedGpu())[0], **buffer_kwargs(make_spec(1))) as buffer:
         engine: Any = buffer._engine
-        engine._segments.streams = Growing({7: -1})
-        assert engine._stream() == engine._gpu.stream()
         engine._segments.streams = {7: engine._gpu.stream()}
         with pytest.raises(InvalidConfig, match="stream: got the one that virtual rank 7 uses"):
             engine._stream()

@@ -14,11 +14,13 @@ import torch
 from conformance.cases_scaled_rows import PLAIN, scaled_round
 from conformance.test_conformance import tokens_for
 from support.emulated_gpu import EmulatedGpu
-from support.ranks import ThreadRanks
+from support.patience import patient
+from support.ranks import CASE_TIMEOUT_S, ThreadRanks
 from support.rounds import chain, full_round, rounds_in_a_row
 from support.routing import buffer_kwargs, make_inputs, make_spec
 
 from moe_rt import Buffer, ThreadGroup, Tuning
+from moe_rt.buffer.pending import Pending
 from moe_rt.config.spec import BufferSpec
 from moe_rt.errors import (
     CallOrderMismatch,
@@ -133,7 +135,7 @@ def outcomes(act: Act, nodes: Sequence[int] = NODES["2+2"], timeout_s: float = 6
     """Return what each rank raises in its act, or by the time all ranks have ended theirs."""
     spec = spec_of(nodes)
     inputs = make_inputs(spec, [12] * len(nodes), seed=1, kind="topk")
-    over = threading.Barrier(len(nodes), timeout=300.0)
+    over = threading.Barrier(len(nodes), timeout=CASE_TIMEOUT_S)
 
     def case(group: ThreadGroup) -> Any:
         with Buffer(group, timeout_s=timeout_s, **buffer_kwargs(spec)) as buffer:
@@ -176,28 +178,49 @@ def test_bad_expert_id_is_heard_on_every_node() -> None:
     assert all(e.peer == 3 and "got expert id 99" in str(e) for e in refused)
 
 
-def test_a_silent_peer_is_named_by_whoever_waits_for_it() -> None:
-    """A rank that waits for a silent peer names it. Ranks that wait for forwarded rows wait longer and are poisoned
-    first."""
+def errors_without_rank_3(begin: Callable[[Buffer, Any], Pending[Any] | None]) -> list[Any]:
+    """Return what the others raise in an op that they have begun.
+
+    No rank waits before all have begun, so ranks 1 and 2 wait for rank 3 only. Rank 0 waits for what a proxy passes on,
+    and would blame the proxy; it waits until it is poisoned.
+    """
+    begun = threading.Barrier(4, timeout=CASE_TIMEOUT_S)
 
     def act(buffer: Buffer, mine: Any) -> None:
-        pair(buffer, mine)
-        if buffer.rank != 3:
-            _, _, handle = buffer.dispatch(*mine)
-            assert handle.offs.sum() == 0
+        with patient(buffer):
+            pending = begin(buffer, mine)
+            begun.wait()
+            if buffer.rank == 0:
+                finish(pending)
+        if buffer.rank in (1, 2):
+            finish(pending)
 
-    errors = outcomes(act, timeout_s=2.0)[:3]
+    def finish(pending: Any) -> None:
+        received = pending.wait()
+        if isinstance(received, tuple):  # of a dispatch
+            assert received[-1].offs.sum() == 0
+
+    return outcomes(act, timeout_s=1.0)[:3]
+
+
+def test_a_silent_peer_is_named_by_whoever_waits_for_it() -> None:
+    """A rank that waits for a silent peer names it. Others, which wait for forwarded rows, are poisoned."""
+
+    def begin(buffer: Buffer, mine: Any) -> Pending[Any] | None:
+        pair(buffer, mine)
+        return None if buffer.rank == 3 else buffer.dispatch(*mine, wait=False)
+
+    errors = errors_without_rank_3(begin)
     assert {type(e) for e in errors} == {PeerTimeout, GroupPoisoned}, errors
     assert {e.peer for e in errors if isinstance(e, PeerTimeout)} == {3}
 
 
 def test_a_silent_neighbour_in_a_combine() -> None:
-    def act(buffer: Buffer, mine: Any) -> None:
-        recv_x, recv_weights, handle = buffer.dispatch(*mine)
-        if buffer.rank != 3:
-            buffer.combine(recv_x, recv_weights, handle)
+    def begin(buffer: Buffer, mine: Any) -> Pending[Any] | None:
+        received = buffer.dispatch(*mine)
+        return None if buffer.rank == 3 else buffer.combine(*received, wait=False)
 
-    errors = outcomes(act, timeout_s=2.0)[:3]
+    errors = errors_without_rank_3(begin)
     assert {type(e) for e in errors} == {PeerTimeout, GroupPoisoned}, errors
     assert {e.peer for e in errors if isinstance(e, PeerTimeout)} == {3}
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
 import pytest
 from support.emulated_gpu import EmulatedGpu, EmulatedKernels
-from support.ranks import ThreadRanks
+from support.ranks import CASE_TIMEOUT_S, ThreadRanks
 from support.rounds import full_round
 from support.routing import buffer_kwargs, make_inputs, make_spec
 
@@ -65,13 +66,19 @@ def test_equal_to_the_oracle(size: int) -> None:
 
 
 def test_what_the_wait_reports_ends_the_group() -> None:
+    over = threading.Event()
+
     def case(group: ThreadGroup) -> Any:
         try:
             with Buffer(group, timeout_s=1.0, **buffer_kwargs(SPEC)) as buffer:
-                if buffer.rank == 0:
+                if buffer.rank == 1:
+                    over.wait(CASE_TIMEOUT_S)
+                    return None
+                try:
                     dispatch(buffer)
                     buffer.check()
-                time.sleep(3.0)
+                finally:
+                    over.set()
         except MoeRtError as error:
             return error
         return None

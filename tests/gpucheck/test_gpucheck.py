@@ -15,6 +15,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from device.jit_tools import require_compiler
+from support.ranks import CASE_TIMEOUT_S
 
 from moe_rt.cli import main
 from moe_rt.engine.gpu import driver as gpu
@@ -226,18 +227,18 @@ def test_only_untimed_steps_run_side_by_side(monkeypatch: pytest.MonkeyPatch) ->
         name: Step(name, "", 60, "", timed=name.startswith("timed")) for name in ("a", "b", "timed", "c", "timed2")
     }
     monkeypatch.setattr(run, "STEPS", steps)
-    together, running, lock = threading.Barrier(2), set[str](), threading.Lock()
+    together, running, lock = threading.Barrier(2, timeout=CASE_TIMEOUT_S), set[str](), threading.Lock()
     seen: dict[str, set[str]] = {}
 
     def work(step: Step, check: Check) -> dict[str, Any]:
         with lock:
             running.add(step.name)
         if step.name in "bc":
-            together.wait(60)
+            together.wait()
         with lock:
             seen[step.name] = set(running)
         if step.name in "bc":
-            together.wait(60)
+            together.wait()
         with lock:
             running.remove(step.name)
         return check.record(step.name, "ok", 0.0)
@@ -323,7 +324,7 @@ def test_ptx_is_read_by_entry() -> None:
 
 
 def test_step_in_a_process_of_its_own() -> None:
-    record = child.run_in_child(STEPS["correctness"], Check("cpu", quick=True, seconds=100))
+    record = child.run_in_child(STEPS["correctness"], Check("cpu", quick=True, seconds=CASE_TIMEOUT_S))
     assert (record["result"], record["error"]) == ("ok", "")
     assert len(record["tables"][0]["rows"]) == 34
 
@@ -333,7 +334,7 @@ def test_findings_of_a_step_outlive_their_starter(tmp_path: Path) -> None:
     start = (
         "from pathlib import Path; from moe_rt.lab.check import child; "
         "from moe_rt.lab.check.steps import STEPS, Check; "
-        f"child.run_in_child(STEPS['correctness'], Check('cpu', seconds=3000), Path({str(tmp_path)!r}))"
+        f"child.run_in_child(STEPS['correctness'], Check('cpu', seconds={CASE_TIMEOUT_S}), Path({str(tmp_path)!r}))"
     )
     with running([Program([sys.executable, "-c", start], {})]) as (process,):
         while not (found := [p for p in tmp_path.glob("unfinished_correctness_*/result.json") if rows_in(p)]):
@@ -348,26 +349,36 @@ def rows_in(path: Path) -> list[list[Any]]:
     return list(tables[0]["rows"]) if tables else []
 
 
-def test_process_that_takes_too_long_is_ended(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "import time; print('begun', flush=True); time.sleep(60)"]
-    assert child.run_command(command, 2, {}) == (False, "begun\n")
+def test_process_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is ended leaves what it has written. Its time starts here when it has written something."""
+    has_written, wait = tmp_path / "has_written", child.wait
+
+    def wait_from_there(process: Any, seconds: float) -> int | None:
+        while not has_written.exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+        return wait(process, seconds)
+
+    monkeypatch.setattr(child, "wait", wait_from_there)
+    command = ["sh", "-c", 'echo begun; touch "$1"; exec sleep "$2"', "sh", str(has_written), str(CASE_TIMEOUT_S)]
+    assert child.run_command(command, 0.1, {}) == (False, "begun\n")
 
 
 def test_crash_of_a_process_is_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child, "child_command", lambda *a, **k: [sys.executable, "-c", "import os; os.abort()"])
-    record = child.run_in_child(STEPS["layer"], Check("cpu", seconds=30))
+    record = child.run_in_child(STEPS["layer"], Check("cpu", seconds=CASE_TIMEOUT_S))
     assert record["result"] == "failed"
     assert "the process ended" in record["error"]
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_processes_of_the_network_step(size: int) -> None:
-    network.run_processes("cpu", size, "shm", 60)
+    network.run_processes("cpu", size, "shm", CASE_TIMEOUT_S)
 
 
 def test_failing_process_of_the_network_step_is_quoted() -> None:
     with pytest.raises(RuntimeError, match=r"(?s)rank 0 of 1: got exit status 1.*InvalidConfig"):
-        network.run_processes("cpu", 1, "loopback", 60)
+        network.run_processes("cpu", 1, "loopback", CASE_TIMEOUT_S)
 
 
 def test_network_step_without_mps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from support.ranks import CASE_TIMEOUT_S
 
 from moe_rt.cli import main
 from moe_rt.lab.check import processes, run
@@ -18,7 +19,7 @@ SIZE = 2
 
 
 def test_every_part() -> None:
-    check = Check("cpu", nproc=SIZE, seconds=300)
+    check = Check("cpu", nproc=SIZE, seconds=CASE_TIMEOUT_S)
     record = perform(STEPS["processes"], check)
     assert (record["result"], record["error"]) == ("ok", "")
     rounds, links, killed = check.details
@@ -55,10 +56,11 @@ def test_one_process_is_skipped() -> None:
     assert "--nproc 8" in record["detail"]
 
 
-def test_a_process_that_lives_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_lives_is_noticed() -> None:
     """A process that survives is reported: the part for a killed process expects the last one's exit status."""
+    job = {"part": "rounds", "device": "cpu", "seconds": CASE_TIMEOUT_S}
     with pytest.raises(RuntimeError, match=r"rank 1 of 2: got exit status 0, expected -9"):
-        processes.run_programs(processes.MODULE, {"part": "rounds", "device": "cpu", "seconds": 60}, 2, 60, {1: -9})
+        processes.run_programs(processes.MODULE, job, 2, CASE_TIMEOUT_S, {1: -9})
 
 
 def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

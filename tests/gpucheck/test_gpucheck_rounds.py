@@ -198,6 +198,7 @@ def errors(fakes: Fakes) -> None:
     ranks_in_turn(fakes, failures)
     fakes.clock(failures)
     fakes(failures, "_next_error", lambda buffer, seconds: f"error of {buffer.rank}")
+    fakes(failures, "_await_stream_of")
     fakes(failures, "_expect")
     fakes(failures, "streams_of", lambda device, size: ["stream"])
     fakes.patch.setattr(failures, "TIMEOUT_S", 0.01)  # of waits for ranks that run in turn here

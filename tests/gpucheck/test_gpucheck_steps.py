@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import queue
 import threading
-import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from support.emulated_gpu import EmulatedGpu
+from support.ranks import CASE_TIMEOUT_S
 
 from moe_rt import Buffer
 from moe_rt.group.thread_ranks import ThreadRanks
@@ -23,8 +25,11 @@ from moe_rt.lab.testing.rounds import WrongOutput, check_bits, check_close
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Raise the limits: host threads on a busy machine take many times as long as a GPU."""
-    monkeypatch.setattr(correctness, "TIMEOUT_S", 600.0)
-    monkeypatch.setattr(correctness, "CASE_S", 600.0)
+    for step in (correctness, scale, layers):
+        monkeypatch.setattr(step, "TIMEOUT_S", CASE_TIMEOUT_S)
+    for step in (correctness, scale):
+        monkeypatch.setattr(step, "CASE_S", CASE_TIMEOUT_S)
+    monkeypatch.setattr(failures, "PATIENCE_S", CASE_TIMEOUT_S)
 
 
 class OneStream(EmulatedGpu):
@@ -36,7 +41,7 @@ class OneStream(EmulatedGpu):
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_correctness(size: int) -> None:
-    record = perform(STEPS["correctness"], Check(EmulatedGpu(), quick=True, seconds=600.0, sizes=(size,)))
+    record = perform(STEPS["correctness"], Check(EmulatedGpu(), quick=True, seconds=CASE_TIMEOUT_S, sizes=(size,)))
     assert (record["result"], record["error"]) == ("ok", "")
 
 
@@ -46,7 +51,7 @@ def test_correctness(size: int) -> None:
 )
 def test_cases_of_the_full_run(name: str) -> None:
     (case,) = [case for case in correctness.cases(2, quick=False) if case.name == name]
-    correctness.run_case(EmulatedGpu(), 2, case, 1 if "large" in name else 3)
+    correctness.run_case(EmulatedGpu(), 2, case, 1 if "large" in name else 3, seconds=CASE_TIMEOUT_S)
 
 
 def test_kernels_are_compiled_for_possible_sizes() -> None:
@@ -73,7 +78,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["smoke", "scale", "training"])
 def test_small_steps(small: None, name: str) -> None:
-    record = perform(STEPS[name], Check(EmulatedGpu(), quick=True, seconds=600.0))
+    record = perform(STEPS[name], Check(EmulatedGpu(), quick=True, seconds=CASE_TIMEOUT_S))
     assert (record["result"], record["error"]) == ("ok", "")
     rows = {"smoke": 3, "scale": 9, "training": 10}
     said = {"smoke": "3 rounds equal", "scale": "9 comparisons equal, 0 not", "training": "10 tensors agree"}
@@ -82,7 +87,7 @@ def test_small_steps(small: None, name: str) -> None:
 
 
 def test_scale_tries_the_given_numbers_of_ranks(small: None) -> None:
-    record = perform(STEPS["scale"], Check(EmulatedGpu(), quick=True, seconds=600.0, sizes=(2,)))
+    record = perform(STEPS["scale"], Check(EmulatedGpu(), quick=True, seconds=CASE_TIMEOUT_S, sizes=(2,)))
     assert {row[0] for row in record["tables"][0]["rows"]} == {2}
 
 
@@ -99,7 +104,7 @@ def test_wrong_output_of_small_steps_is_noticed(
 ) -> None:
     combine = Buffer.combine
     monkeypatch.setattr(Buffer, "combine", lambda self, *args, **how: combine(self, *args, **how) + 1)
-    record = perform(STEPS[name], Check(EmulatedGpu(), quick=True, seconds=600.0))
+    record = perform(STEPS[name], Check(EmulatedGpu(), quick=True, seconds=CASE_TIMEOUT_S))
     assert record["result"] == "failed"
     assert said in record["error"]
 
@@ -132,19 +137,19 @@ def test_an_optimiser_that_learns_nothing_is_noticed(small: None, monkeypatch: p
 def test_wrong_output_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     combine = Buffer.combine
     monkeypatch.setattr(Buffer, "combine", lambda self, *args: combine(self, *args) + 1)
-    record = perform(STEPS["correctness"], Check(EmulatedGpu(), quick=True, seconds=600.0, sizes=(2,)))
+    record = perform(STEPS["correctness"], Check(EmulatedGpu(), quick=True, seconds=CASE_TIMEOUT_S, sizes=(2,)))
     assert record["result"] == "failed"
     assert "WrongOutput: out: " in record["error"]
 
 
 def test_chains() -> None:
-    correctness.run_chain(EmulatedGpu(), 60, seconds=600.0)
+    correctness.run_chain(EmulatedGpu(), 60, seconds=CASE_TIMEOUT_S)
 
 
 def test_wrong_output_of_a_chain_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(correctness, "experts", lambda rows, rank: rows)
     with pytest.raises(WrongOutput, match="pair 49"):
-        correctness.run_chain(EmulatedGpu(), 60, seconds=600.0)
+        correctness.run_chain(EmulatedGpu(), 60, seconds=CASE_TIMEOUT_S)
 
 
 def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,6 +164,20 @@ def test_error_of_a_shared_stream() -> None:
     assert failures.shared_stream(OneStream()) == "InvalidConfig on the second rank"
     with pytest.raises(WrongOutput):
         failures.shared_stream(EmulatedGpu())
+
+
+def test_a_stream_is_awaited_until_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait for the stream of a rank ends when the rank has begun an op, or after PATIENCE_S."""
+    streams: dict[int, int] = {}
+    buffer: Any = SimpleNamespace(_engine=SimpleNamespace(_segments=SimpleNamespace(streams=streams)))
+    times = iter([0.0, 0.0, 1.0])
+    clock = SimpleNamespace(monotonic=lambda: next(times), sleep=lambda s: streams.update({1: 7}))
+    monkeypatch.setattr(failures, "time", clock)
+    failures._await_stream_of(1, buffer)
+    assert next(times) == 1.0, "it found the stream after one sleep"
+    times = iter([0.0, failures.PATIENCE_S - 1.0, failures.PATIENCE_S])
+    failures._await_stream_of(0, buffer)
+    assert not list(times)
 
 
 def test_layer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,10 +212,13 @@ def test_idle_experts_without_zeros_are_noticed(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_first_error_of_ranks_is_raised() -> None:
+    first: queue.Queue[threading.Thread] = queue.Queue()
+
     def work(group: Any) -> None:
         if group.rank == 1:
+            first.put(threading.current_thread())
             raise KeyError("first")
-        time.sleep(0.2)
+        first.get().join(CASE_TIMEOUT_S)
         raise ValueError("second")
 
     with pytest.raises(KeyError, match="first"):
@@ -222,11 +244,11 @@ def test_rank_that_does_not_end_is_located() -> None:
 
     def sleeps_here(group: Any) -> int:
         if group.rank == 1:
-            over.wait(20)
+            over.wait(CASE_TIMEOUT_S)
         return group.rank
 
-    with pytest.raises(TimeoutError, match=r"(?s)rank 1 within 0\.5 s.*sleeps_here"):
-        ThreadRanks(2, "cpu").run(sleeps_here, seconds=0.5)
+    with pytest.raises(TimeoutError, match=r"(?s)rank 1 within 3 s.*sleeps_here"):
+        ThreadRanks(2, "cpu").run(sleeps_here, seconds=3.0)
     over.set()
 
 

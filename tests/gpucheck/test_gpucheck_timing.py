@@ -41,7 +41,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> TimedGpu:
     monkeypatch.setattr(measuring, "_COPIED_BYTES", 1 << 16)
     for name, value in {"Load": small_load, "WARM_UP": 1, "OPS_IN_A_ROW": 5}.items():
         monkeypatch.setattr(pairs, name, value)
-    monkeypatch.setattr("moe_rt.lab.check.measuring.TIMEOUT_S", HANG_S)
+    for step in (measuring, graphs):
+        monkeypatch.setattr(step, "TIMEOUT_S", HANG_S)
     return found
 
 
@@ -319,11 +320,11 @@ def test_replays_are_compared(gpu: TimedGpu, monkeypatch: pytest.MonkeyPatch, si
     monkeypatch.setattr(graphs, "Lock", contextlib.nullcontext)
     monkeypatch.setattr(graphs, "Barrier", Meeting)
     monkeypatch.setattr(graphs, "capture", captured(stale=False))
-    graphs.run_graph(gpu, size, 3)
+    graphs.run_graph(gpu, size, 3, seconds=HANG_S)
     assert at_resets == [3] * size
     monkeypatch.setattr(graphs, "capture", captured(stale=True))
     with pytest.raises(WrongOutput, match="replay 1"):
-        graphs.run_graph(gpu, size, 3)
+        graphs.run_graph(gpu, size, 3, seconds=HANG_S)
 
 
 @pytest.mark.parametrize(("ranks", "name", "estimated"), [(1, "H100", True), (2, "H100", False), (1, "A100", False)])

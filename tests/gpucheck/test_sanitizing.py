@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.ranks import CASE_TIMEOUT_S
 
 from moe_rt.lab.check import sanitizing
 from moe_rt.lab.check.steps import Check, Skipped
@@ -36,7 +37,8 @@ def test_sanitizer_runs_the_step_under_the_tool(tmp_path: Path, monkeypatch: pyt
     )
     tool.chmod(0o700)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    check = Check("cpu", seconds=200)
+    monkeypatch.setattr(sanitizing, "TOOL_S", CASE_TIMEOUT_S)
+    check = Check("cpu", seconds=CASE_TIMEOUT_S)
     sanitizing.check(check)
     assert not check.failures
     assert check.details == [f"{name}: ERROR SUMMARY: 0 errors" for name in sanitizing.TOOLS]

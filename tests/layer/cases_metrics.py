@@ -11,7 +11,7 @@ from layer.cases_layer import TOKENS, TOPK, config, inputs_for
 from moe_rt import MoELayer
 from moe_rt.nn.metrics import MetricsSnapshot
 
-LATE_S = 0.5
+LATE_S = 1.0
 # Both ranks send 10 tokens to an expert of rank 0, whose capacity is a quarter of a balanced load's 2 * 10 * 3 / 2.
 # Three chunks hold 2, 5 and 3 of these tokens, and have a bound of 3, 5 and 3. The keys are numbers of chunks.
 LOST = {1: 20 - 8, 3: (4 - 3) + (10 - 4) + (6 - 3)}
@@ -40,10 +40,13 @@ def dropped(group: Any, num_chunks: int) -> tuple[int, int]:
 
 
 def one_rank_is_late(group: Any, late: int) -> list[int]:
+    """Return how long this rank waited for each in a forward that one rank begins LATE_S after the other waits."""
     layer = MoELayer(config(), group)
     layer(inputs_for(0, TOKENS))
     before = layer.metrics.snapshot().waited_ns
     if group.rank() == late:
+        while late not in layer.buffer.report().ranks[1 - late].waits_for:
+            time.sleep(0.01)
         time.sleep(LATE_S)
     layer(inputs_for(0, TOKENS))
     after = layer.metrics.snapshot().waited_ns

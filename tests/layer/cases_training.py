@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from layer.cases_layer import config, inputs_for
+from support.ranks import CASE_TIMEOUT_S
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -121,7 +122,8 @@ def two_in_flight(group: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], int
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(CASE_TIMEOUT_S)
+        assert not thread.is_alive()
     results[1] |= gradients(model)
     forwards = layer.metrics.snapshot().forwards
     for buffer in buffers:

@@ -50,13 +50,14 @@ def test_one_timeout_for_all_peers(machine: str) -> None:
     assert 1.0 < found.seconds < 1.1
 
 
-def test_what_is_passed_on_may_take_a_quarter_longer() -> None:
+@pytest.mark.parametrize("machine", ["nodes", "gpu_nodes"])
+def test_what_is_passed_on_may_take_a_quarter_longer(machine: str) -> None:
     """Rank 0 waits a quarter longer for rank 1, the proxy that forwards rank 3's header from the other node and learns
     first that 3 is late. If rank 1 does not report that in time, rank 0 blames rank 1."""
-    found = wait("nodes", 1.0, 4, 0.1, 0.2)
+    found = wait(machine, 1.0, 4, 0.1, 0.2)
     assert (found.code, found.peer) == (Code.PEER_TIMEOUT, 1)
     assert 1.25 < found.seconds < 1.3
-    found = wait("nodes", 1.0, 4, 0.1)
+    found = wait(machine, 1.0, 4, 0.1, 1.1, 0.2)
     assert (found.code, found.peer) == (Code.PEER_TIMEOUT, 2), "it waits for 2 itself"
     assert 1.0 < found.seconds < 1.05
 

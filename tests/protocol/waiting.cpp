@@ -1,16 +1,17 @@
 // Waits of a rank on a clock that advances by their polls, yields and naps. Counting these determines a wait's duration
 // and the share of it that leaves the core to others, on machines of any speed.
 //
-// Usage: waiting cpu|gpu|nodes|left TIMEOUT_S NUM_RANKS LATE_S...
+// Usage: waiting cpu|gpu|nodes|gpu_nodes|left TIMEOUT_S NUM_RANKS LATE_S...
 //        waiting lost|interrupted|passed|abandoned TIMEOUT_S NUM_RANKS
 //        waiting words TIMEOUT_S NUM_RANKS
 //
 // First form: rank 0's first peers announce after LATE_S each, the others never. If LATE_S begins with "blamed:", the
 // last rank announces then that it has timed out on rank 0; with "woken:" rank 0 is frozen from then on, and finds that
 // poison word when it resumes. With "other:" the last rank has timed out on rank 1, with "dead:" it has found rank 0
-// dead, with "gone:" it has failed and closed its buffer between two looks of rank 0. With "nodes" a CPU rank has half
-// of the ranks on its node, and ranks of the other node forward their signals. "left" does the same, but the network
-// loses these ranks, since the last rank has failed; its poison word arrives just before.
+// dead. With "gone:" the last rank fails, and the peer closes its buffer, between two looks of rank 0. With "nodes" a
+// CPU rank has half of the ranks on its node, and ranks of the other node forward their signals; with "gpu_nodes" a GPU
+// has. "left" is as "nodes", but the network loses these ranks, since the last rank has failed; its poison word arrives
+// just before.
 //
 // Second form: all other ranks are on other nodes and rank 0 awaits their rows, when the network loses the last of them
 // ("lost"), or a signal arrives ("interrupted"). Or it awaits what one rank passes on of another, and the network loses
@@ -83,8 +84,9 @@ extern "C" int nanosleep(const timespec* nap, timespec*) {
 namespace {
 
 // A GPU of one lane.
+template <bool kOnNodes>
 struct Gpu {
-  static constexpr bool kTwoLevel = false, kOrderedSignals = true;
+  static constexpr bool kTwoLevel = kOnNodes, kOrderedSignals = true;
   BlockShared& shared_;
   Solo block() const { return {}; }
   BlockShared& shared() const { return shared_; }
@@ -161,29 +163,29 @@ Status wait_on_cpu(const EngineConfig& config) {
   return engine.refuse(Op::kDispatch, Code::kInvalidInput, 0, 0, 0);
 }
 
+template <bool kOnNodes>
 Status wait_on_gpu(const World& world, double timeout_s) {
   DeviceState state{};
   state.seq[static_cast<int>(Kind::kDispatch)] = 1;
   HostRecord record{};
   BlockShared shared{};
   const Control control{&state, &record, static_cast<int64_t>(timeout_s * kSecond), 0, 0};
-  finish(Gpu{shared}, world, control, {.op = Op::kDispatch, .tag = 0}, [](uint64_t, int) {}, [] {});
+  finish(Gpu<kOnNodes>{shared}, world, control, {.op = Op::kDispatch, .tag = 0}, [](uint64_t, int) {}, [] {});
   return record.status;
 }
 
-// Lets a peer announce, or what a LATE_S with a word says.
-void expect(const World& world, int peer, const char* late_s) {
-  const int last = world.shape.num_ranks - 1;
-  const char* const colon = std::strchr(late_s, ':');
-  const auto late_ns = static_cast<int64_t>(std::atof(colon ? colon + 1 : late_s) * kSecond);
-  if (late_s[0] == 'g') {
-    const uint64_t word = poison_word(Code::kInvalidInput, last, -1);
+// Lets happen what an argument LATE_S says of a peer.
+void arrive(const World& world, int peer, const char* late) {
+  const char* const colon = std::strchr(late, ':');
+  const auto late_ns = static_cast<int64_t>(std::atof(colon ? colon + 1 : late) * kSecond);
+  if (late[0] == 'g') {
+    const uint64_t word = poison_word(Code::kInvalidInput, world.shape.num_ranks - 1, -1);
     arrivals.push_back({now_ns + late_ns, &world.poison(0), word, 0, true});
-    arrivals.push_back({now_ns + late_ns, &world.mailbox(0, Kind::kDispatch, last).closed, 1, 0, true});
+    arrivals.push_back({now_ns + late_ns, &world.mailbox(0, Kind::kDispatch, peer).closed, 1, 0, true});
   } else if (colon) {
-    const int64_t frozen_ns = late_s[0] == 'w' ? 10 * kSecond : 0;
-    const Code code = late_s[0] == 'd' ? Code::kPeerDead : Code::kPeerTimeout;
-    const uint64_t word = poison_word(code, last, late_s[0] == 'o' ? 1 : 0);
+    const int64_t frozen_ns = late[0] == 'w' ? 10 * kSecond : 0;
+    const Code code = late[0] == 'd' ? Code::kPeerDead : Code::kPeerTimeout;
+    const uint64_t word = poison_word(code, world.shape.num_ranks - 1, late[0] == 'o' ? 1 : 0);
     arrivals.push_back({now_ns + late_ns, &world.poison(0), word, frozen_ns});
   } else {
     arrivals.push_back({now_ns + late_ns, &world.mailbox(0, Kind::kDispatch, peer).signal, 1});
@@ -195,7 +197,8 @@ void expect(const World& world, int peer, const char* late_s) {
 int main(int argc, char** argv) {
   if (argc < 4) return 2;
   const auto is = [argv](const char* form) { return std::strcmp(argv[1], form) == 0; };
-  const bool leaves = is("left"), on_nodes = leaves || is("nodes"), on_cpu = on_nodes || is("cpu");
+  const bool leaves = is("left"), cpu_on_nodes = leaves || is("nodes"), on_cpu = cpu_on_nodes || is("cpu");
+  const bool gpu_on_nodes = is("gpu_nodes"), on_nodes = cpu_on_nodes || gpu_on_nodes;
   const double timeout_s = std::atof(argv[2]);
   const int num_ranks = std::atoi(argv[3]);
   std::vector<int32_t> node_of;
@@ -206,10 +209,11 @@ int main(int argc, char** argv) {
   const std::unique_ptr<char[]> memory(new char[layout.bytes + kPage]());
   char* const segment = memory.get() + kPage - reinterpret_cast<uintptr_t>(memory.get()) % kPage;
   const std::vector<char*> base(num_ranks, segment);
-  const World world{shape, layout, {}, base.data(), nullptr, 0, 1, 1};
+  const NodeTables tables(node_of, 0);
+  const World world{shape, layout, {}, base.data(), nullptr, 0, 1, 1, on_nodes ? tables.view() : Nodes{}};
   if (is("words")) return print_last_words(world), 0;
   world.mailbox(0, Kind::kDispatch, 0).signal = 1;
-  for (int i = 4; i < argc; ++i) expect(world, i - 3, argv[i]);
+  for (int i = 4; i < argc; ++i) arrive(world, i - 3, argv[i]);
   std::vector<int32_t> expert_rank(num_ranks);
   for (int r = 0; r < num_ranks; ++r) expert_rank[r] = r;
   std::vector<uint64_t> segments(num_ranks, uint64_t(segment));
@@ -236,7 +240,8 @@ int main(int argc, char** argv) {
                                                        .num_lanes = 1,
                                                        .isa = "portable",
                                                        .network = network})
-                                        : wait_on_gpu(world, timeout_s);
+                        : gpu_on_nodes  ? wait_on_gpu<true>(world, timeout_s)
+                                        : wait_on_gpu<false>(world, timeout_s);
   const auto seconds = [](int64_t ns) { return static_cast<double>(ns) / kSecond; };
   std::printf("%d %d %.9g %.9g\n", static_cast<int>(status.code), status.peer, seconds(now_ns - start_ns),
               seconds(napped_ns));

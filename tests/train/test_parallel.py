@@ -82,13 +82,13 @@ def test_a_group_made_here_ends_with_the_block_and_a_given_one_stays(
         make(*arguments, **options)
 
     monkeypatch.setattr(dist, "init_process_group", noted)
-    with contextlib.suppress(KeyError), parallel.process_group("cpu", 7.5):
-        with parallel.process_group("cpu", 9.0):
+    with contextlib.suppress(KeyError), parallel.process_group("cpu", 750.0):
+        with parallel.process_group("cpu", 900.0):
             pass
         assert dist.is_initialized()
         raise KeyError
     assert not dist.is_initialized()
-    assert given == [timedelta(seconds=7.5)]
+    assert given == [timedelta(seconds=750)]
 
 
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

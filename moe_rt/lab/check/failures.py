@@ -93,17 +93,15 @@ def overflow(device: Any) -> str:
 
 def shared_stream(device: Any) -> str:
     """Two ranks on one stream are refused before the second launch can queue up after the first one's wait."""
-    first = threading.Event()
 
     def work(group: ThreadGroup) -> MoeRtError | None:
         with Buffer(group, timeout_s=TIMEOUT_S, **buffer_kwargs(make_spec(2))) as buffer:
             inputs = _inputs(buffer, device)  # copying them later would wait for the stream
             if buffer.rank == 0:
-                threading.Timer(0.5, first.set).start()  # an emulated GPU runs the op immediately
                 buffer.dispatch(*inputs)
                 _next_error(buffer, TIMEOUT_S + SLACK_S)  # for a peer that did not arrive
                 return None
-            first.wait(TIMEOUT_S)
+            _await_stream_of(0, buffer)
             try:
                 buffer.dispatch(*inputs)
             except InvalidConfig as error:
@@ -144,6 +142,14 @@ def _inputs(buffer: Buffer, device: Any, expert: int = 0) -> tuple[Tensor, Tenso
     idx = torch.full((tokens, spec.num_topk), expert, device=where)
     weights = torch.ones(tokens, spec.num_topk, dtype=spec.acc_dtype, device=where)
     return torch.ones(tokens, spec.hidden, dtype=spec.dtype, device=where), idx, weights
+
+
+def _await_stream_of(rank: int, buffer: Buffer) -> None:
+    """Return once a peer has begun its first op on a stream of the GPU that it shares with this rank."""
+    engine: Any = buffer._engine
+    deadline = time.monotonic() + PATIENCE_S
+    while rank not in engine._segments.streams and time.monotonic() < deadline:
+        time.sleep(0.002)
 
 
 def _next_error(buffer: Buffer, seconds: float) -> MoeRtError:

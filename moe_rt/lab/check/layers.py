@@ -20,6 +20,7 @@ from moe_rt.nn.layer import MoEConfig, MoELayer
 # Largest difference relative to the largest value. bf16 has 8 bits, and products of two sums of rounded values.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
 DTYPES = tuple(TOLERANCE)
+TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def make_layer(
         num_topk=sizes.topk,
         num_max_tokens_per_rank=sizes.tokens,
         dtype=dtype,
-        timeout_s=20.0,
+        timeout_s=TIMEOUT_S,
     )
     torch.manual_seed(5)
     layer = MoELayer(config, group or ThreadGroup.make(1, device)[0]).to(where)
