@@ -173,9 +173,8 @@ class ElasticBuffer:
         assert topk_idx is not None
         assert num_experts is not None
         hidden = (x[0] if isinstance(x, tuple) else x).shape[1]
-        rows = Rows("tokens", hidden, topk_idx.shape[1], num_experts, torch.bfloat16)
+        rows = self._rows = Rows("tokens", hidden, topk_idx.shape[1], num_experts, torch.bfloat16)
         weights = torch.zeros(topk_idx.shape, device=topk_idx.device) if topk_weights is None else topk_weights
-        self._rows = rows
         received = self._exchange.dispatch(rows, x, topk_idx, weights, most)
         if handle is None:
             kept = topk_idx.clone() if do_handle_copy else topk_idx
