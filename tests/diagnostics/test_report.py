@@ -57,7 +57,9 @@ def test_error_names_the_straggler(make_ranks: MakeRanks, heap: str) -> None:
         assert report.ranks[rank].waits_for == [FAULTY_RANK]
         assert report.ranks[rank].announced == {"dispatch": 2, "combine": 1}
         assert report.ranks[FAULTY_RANK].announced == {"dispatch": 1, "combine": 1}
-        assert report.ranks[rank].last_ops[-1].status in ("peer_timeout", "poisoned")
+        failed = report.ranks[rank].last_ops[-1]
+        assert failed.status in ("peer_timeout", "poisoned")
+        assert (failed.announced_ns > 0, failed.arrived_ns) == (True, 0), "not all peers' signals have arrived"
         assert report.ranks[rank].poison.startswith("peer_timeout, found by rank ")
     assert any(text.startswith(PeerTimeout.__name__) for text, *_ in outcomes)
 
@@ -117,6 +119,7 @@ def test_refusal_is_recorded() -> None:
             buffer.dispatch(torch.zeros(4, spec.hidden), idx, torch.ones(4, spec.num_topk), tag=3)
         last = buffer.report().ranks[0].last_ops[-1]
     assert (last.op, last.status, last.tag) == ("dispatch", "invalid_routing", 3)
+    assert last.announced_ns <= last.arrived_ns <= last.end_ns
     assert raised.value.report is None
 
 
