@@ -1,15 +1,18 @@
 """Three ranks train, one is killed, two continue from the checkpoint: python examples/elastic.py"""
 
 import multiprocessing
+import os
+import signal
 import tempfile
-import time
 from dataclasses import replace
 from datetime import timedelta
+from itertools import count
 from json import __file__ as data
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from moe_rt.elastic import ElasticGroup
 from moe_rt.errors import MissingPackage, RankExcluded, StoreLost
@@ -35,6 +38,17 @@ def rank_main(rank, store, config):
     raise RuntimeError(f"rank {rank}: gave up")
 
 
+def doomed_main(*given):
+    steps = count(1)
+
+    def die(*_):
+        if next(steps) == 25:  # between two checkpoints
+            os.kill(os.getpid(), signal.SIGKILL)  # it announces nothing
+
+    register_optimizer_step_post_hook(die)
+    rank_main(*given)
+
+
 with tempfile.TemporaryDirectory() as directory:
     out = Path(directory, "run")
     sizes = dict(num_layers=1, hidden=32, num_heads=2, intermediate=32, num_experts=7, seq_len=32, batch_size=6)
@@ -42,12 +56,10 @@ with tempfile.TemporaryDirectory() as directory:
         out=out, data=Path(data).parent, steps=60, checkpoint_every=10, val_sequences=6, sample_bytes=0, **sizes
     )
     context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=rank_main, args=(r, f"file://{directory}/store", config)) for r in range(3)]
+    mains = [rank_main, doomed_main, rank_main]
+    ranks = [context.Process(target=mains[r], args=(r, f"file://{directory}/store", config)) for r in range(3)]
     [rank.start() for rank in ranks]
-    while not list(out.glob("checkpoints/*/manifest.json")) and ranks[1].is_alive():
-        time.sleep(0.01)
-    ranks[1].kill()  # SIGKILL: it announces nothing
     [rank.join() for rank in ranks]
     assert [rank.exitcode for rank in ranks] == [0, -9, 0]
     assert (out / "checkpoints" / "step-00000060").is_dir()
-    print("rank 1 was killed; ranks 0 and 2 went on from the checkpoint to step 60")
+    print("rank 1 was killed; ranks 0 and 2 went on from the checkpoint of step 20 to step 60")

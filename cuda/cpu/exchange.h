@@ -110,7 +110,9 @@ void Engine::finish(const Coop& coop, Pending& op, Receive&& receive, const Midd
       op.status = running_->remote_peers->end(op.idle);
     }
     if (running_->remote) config_.network->end_driving();  // lanes may compute for a long time now
-    record(&OpRecord::arrived_ns, Clock::now());
+    // A wait that failed has no end before the op has. Otherwise: 1. this rank poisons its peers, 2. a peer that fails
+    // by that reports on it, and finds neither a wait nor a failure, 3. this rank records the end of the op.
+    if (op.status.ok() || is_refusal(op.status.code)) record(&OpRecord::arrived_ns, Clock::now());
     if (op.status.ok() && op.call.op == Op::kDispatch && cache_locality_.look(world(), op.window)) set_stream_from();
   }
   coop.sync();

@@ -42,7 +42,7 @@ def lately(ops: list[OpRecord]) -> str:
     if len(ended) < 2 or (span := ended[-1].end_ns - ended[0].start_ns) <= 0:  # a peer's records may contain anything
         return ""
     inside = sum(op.end_ns - op.start_ns for op in ended)
-    waiting = sum(op.arrived_ns - op.announced_ns for op in ended if op.arrived_ns)
+    waiting = sum((op.arrived_ns or op.end_ns) - op.announced_ns for op in ended if op.announced_ns)
     shares = f"{100 * inside / span:.0f}% in them, {100 * waiting / span:.0f}% waiting"
     said = f"{len(ended)} ops in {span / 1e9:.3g} s: {shares}"
     waits = Counter[int]()

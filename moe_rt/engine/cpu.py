@@ -154,11 +154,12 @@ class CpuEngine(Engine):
 
     def timings(self) -> dict[str, Any]:
         last = self._engine.op_record()
+        arrived_ns = last.arrived_ns or last.end_ns  # a wait that failed ends with the op
         return {
             "op": Op(last.op).name.lower(),
             "before_ns": last.announced_ns - last.start_ns,
-            "wait_ns": last.arrived_ns - last.announced_ns,
-            "after_ns": last.end_ns - last.arrived_ns,
+            "wait_ns": arrived_ns - last.announced_ns,
+            "after_ns": last.end_ns - arrived_ns,
             "arrival_ns": self._engine.arrival_ns(),
             "line_latency_ns": self._engine.line_latency_ns(),
         }

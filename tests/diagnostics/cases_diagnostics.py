@@ -6,12 +6,14 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from faults.cases_faults import good_round, open_buffer
+from support.ranks import meet
 
 from moe_rt import Buffer, ThreadGroup
 from moe_rt.diagnostics import Report
@@ -25,6 +27,20 @@ WAIT_S = 1000.0  # `moe-rt info` on waiting ranks takes a minute on a busy core
 _kept: dict[int, Buffer] = {}  # a rank that frees its buffer is reported as closed
 
 
+def report_when(buffer: Buffer, shows: Callable[[Report], bool]) -> Report:
+    """Make reports until one shows what is asked for, however long a busy machine takes for that. Return the last."""
+    deadline, report = time.monotonic() + WAIT_S, buffer.report()
+    while not shows(report) and time.monotonic() < deadline:
+        time.sleep(0.01)
+        report = buffer.report()
+    return report
+
+
+def report_when_all_wait(buffer: Buffer, late: int) -> Report:
+    """Return a report in which all other ranks wait for one, and for no other."""
+    return report_when(buffer, lambda report: all(r.waits_for == [late] for r in report.ranks if r.rank != late))
+
+
 def late_rank(group: Any, faulty_rank: int, timeout_s: float, **options: Any) -> tuple[str, Report | None, Report]:
     """The faulty rank enters its second round only after the others have timed out, however long a busy machine takes
     for that. Return the error, the report it carries, and a report made afterwards.
@@ -34,6 +50,7 @@ def late_rank(group: Any, faulty_rank: int, timeout_s: float, **options: Any) ->
     buffer = open_buffer(group, timeout_s=timeout_s, **options)
     _kept[buffer.rank] = buffer
     good_round(buffer)
+    meet(group)  # no other rank is late
     try:
         deadline = time.monotonic() + WAIT_S
         while buffer.rank == faulty_rank and time.monotonic() < deadline:
@@ -55,17 +72,26 @@ def late_until(group: Any, faulty_rank: int, path: str) -> None:
         good_round(buffer)
 
 
-def waiting_times(group: Any, faulty_rank: int, seconds: float) -> tuple[list[int], Report, list[int]]:
-    """Return the times waited for each peer, a report, and the times of arrival in the op for which one was late."""
-    with open_buffer(group) as buffer:
+def waiting_times(group: Any, faulty_rank: int, seconds: float) -> tuple[list[int], int, list[int], Report]:
+    """One rank is late for a dispatch by at least this time, and by much more than the others were for each other.
+
+    Return the time that the dispatch waited for each peer, its duration, the times of arrival in it, and a report.
+    """
+    with open_buffer(group, timeout_s=WAIT_S) as buffer:
+        start = time.monotonic()
         good_round(buffer)
+        before = buffer.waited_ns()
         if buffer.rank == faulty_rank:
-            time.sleep(seconds)
+            report_when_all_wait(buffer, faulty_rank)
+            time.sleep(max(seconds, 4 * (time.monotonic() - start)))
         x, idx = torch.ones(4, buffer.spec.hidden), torch.zeros(4, buffer.spec.num_topk, dtype=torch.int64)
+        start_ns = time.monotonic_ns()
         received = buffer.dispatch(x, idx, torch.ones(4, buffer.spec.num_topk))
+        took_ns = time.monotonic_ns() - start_ns
+        waited = [after - ns for after, ns in zip(buffer.waited_ns(), before, strict=True)]
         arrivals = buffer.timings()["arrival_ns"]
         buffer.combine(*received)
-        return buffer.waited_ns(), buffer.report(), arrivals
+        return waited, took_ns, arrivals, buffer.report()
 
 
 def swapped_segments(group: Any) -> Report:
@@ -78,16 +104,23 @@ def swapped_segments(group: Any) -> Report:
 
 def watched_from_a_thread(group: Any, faulty_rank: int) -> Report | None:
     """Another thread makes a report for every rank but the faulty one while that rank waits in an op."""
-    with open_buffer(group) as buffer:
+    with open_buffer(group, timeout_s=WAIT_S) as buffer:
         good_round(buffer)
-        seen: list[Report] = []
         if buffer.rank == faulty_rank:
-            time.sleep(1.0)
-        watcher = threading.Timer(0.5, lambda: seen.append(buffer.report()))
+            meet(group)
+            good_round(buffer)
+            return None
+        seen: list[Report] = []
+
+        def watch() -> None:
+            seen.append(report_when_all_wait(buffer, faulty_rank))
+            meet(group)
+
+        watcher = threading.Thread(target=watch)
         watcher.start()
         good_round(buffer)
         watcher.join()
-        return None if buffer.rank == faulty_rank else seen[0]
+        return seen[0]
 
 
 def killed_rank(group: Any, faulty_rank: int) -> Report:
@@ -111,8 +144,7 @@ def closing_rank(group: Any, faulty_rank: int) -> str:
             return str(buffer.report())
         except RuntimeError as error:
             return f"{type(error).__name__}: {error}"
-    time.sleep(0.2)
-    report = buffer.report()
+    report = report_when(buffer, lambda report: report.ranks[faulty_rank].closed)
     buffer.close()
     return report.ranks[faulty_rank].state
 
@@ -181,6 +213,7 @@ def crossed_with_some(group: Any) -> str:
         try:
             if rank == 0:
                 until_it_waits_elsewhere(all_three, late=1)
+                report_when(all_three, lambda report: report.ranks[2].waits_for != [])
             for buffer in reversed(buffers) if rank == 1 else buffers:
                 good_round(buffer)
         except MoeRtError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,12 @@ def op(start: int, waits: int, end: int, peer: int = 1, longest: int = 0) -> OpR
 def test_shares_of_the_time_and_who_was_waited_for() -> None:
     ops = [op(100, 10, 120, 1, 8), op(200, 3, 210, 2, 3), op(280, 7, 300, 2, 4), op(400, 0, 0)]
     assert lately(ops) == "3 ops in 2e-07 s: 25% in them, 10% waiting, longest for rank 1"
+
+
+def test_a_wait_that_failed_lasted_until_the_end_of_its_op() -> None:
+    unannounced = replace(op(200, 0, 210, -1), announced_ns=0, arrived_ns=0, status="fault_injected")
+    failed = replace(op(280, 0, 301, -1), arrived_ns=0, status="peer_timeout")
+    assert lately([op(100, 10, 120, -1), unannounced, failed]) == "3 ops in 2.01e-07 s: 25% in them, 15% waiting"
 
 
 def test_waits_for_a_peer_add_up() -> None:

@@ -86,7 +86,8 @@ def late_for_the_new_group(group: Any, dies: bool) -> tuple[str, int]:
     def come_late(*args: Any, **kwargs: Any) -> None:
         if dies:
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(12.0)
+        formed = f"moe_rt/survivors/{members._name}/{members._attempts}/formed"
+        members._store.wait([formed], timedelta(seconds=CASE_TIMEOUT_S))  # the others have given up
         init(*args, **kwargs)
 
     failing_round(1)
@@ -119,7 +120,7 @@ def stopped_rank_wakes_up_late(group: Any) -> tuple[str, str, int]:
     dist.barrier()
     seen = failing_round(1, signal.SIGSTOP, timeout_s=2.0)
     try:
-        members.survivors(timeout_s=10.0)
+        members.survivors(timeout_s=30.0)
     except MoeRtError as error:
         return seen, str(error), 0
     if dist.get_rank() == 0:

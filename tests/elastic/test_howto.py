@@ -33,3 +33,4 @@ def test_a_death_inside_survivors(tmp_path: Path) -> None:
     done = run_python(path)
     assert done.returncode == 0, done.stderr
     assert "rank 0: PeerTimeout" in done.stdout
+    assert "checkpoints/step-00000020\n" in done.stdout, "it went on from there"

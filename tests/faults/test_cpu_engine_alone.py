@@ -189,6 +189,8 @@ def test_phases_of_the_last_op() -> None:
         "line_latency_ns": [3, 4],
     }
     assert engine.waited_ns() == [5, 6]
+    record.arrived_ns = 0  # its wait failed
+    assert [engine.timings()[name] for name in ("before_ns", "wait_ns", "after_ns")] == [30, 160, 0]
 
 
 def test_a_report_needs_an_open_buffer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,7 +124,7 @@ def ranks_of(cluster: module.Cluster, node: int) -> list[int]:
             for pid in cluster.processes(node)
             if b"moe_rt.lab.bench.rank" in Path(f"/proc/{pid}/cmdline").read_bytes()
         ]
-    except (module.InvalidConfig, FileNotFoundError):
+    except (module.InvalidConfig, OSError):  # the node, or a process of it, has gone
         return []
 
 

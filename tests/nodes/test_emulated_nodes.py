@@ -116,15 +116,15 @@ def test_there_is_no_way_out(cluster: Cluster) -> None:
 
 
 def test_a_cut_link_can_be_mended(cluster: Cluster) -> None:
-    reach = "import socket; socket.create_connection(('node0', 7001), timeout=0.3)"
-    assert start(cluster, 1, sys.executable, "-c", reach + "\n").wait(HANG_S) == 1  # refused: no server listens
+    reach = "import socket\ntry: socket.create_connection(('node0', 7001), timeout={})\nexcept {}: print('{}')"
+    refused = reach.format(60, "ConnectionRefusedError", "refused")  # no server listens
+    assert said(cluster, 1, sys.executable, "-c", refused) == "refused"
     cluster.cut(1)
     try:
-        process = start(cluster, 1, sys.executable, "-c", f"try:\n {reach}\nexcept TimeoutError: print('silence')")
+        process = start(cluster, 1, sys.executable, "-c", reach.format(0.3, "TimeoutError", "silence"))
         assert process.communicate(timeout=HANG_S)[0] == "silence\n"
     finally:
         cluster.mend(1)
-    refused = f"try:\n {reach}\nexcept ConnectionRefusedError: print('refused')"
     assert said(cluster, 1, sys.executable, "-c", refused) == "refused"
 
 

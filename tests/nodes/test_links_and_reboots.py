@@ -86,4 +86,4 @@ def test_nobody_has_to_collect_an_init_process(cluster: Cluster) -> None:
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     before = children.read_text().split()
     cluster.reboot(1)
-    assert children.read_text().split() == before
+    assert set(children.read_text().split()) <= set(before)  # subprocess may have collected an older one

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from serving.fault_times import BEYOND_THE_START, TIMEOUT_S
 from serving.prompts import LENGTHS, PROMPTS, dealt
 
 from moe_rt.lab.testing.serving.engines import EngineRanks, Failed
-
-BEYOND_THE_START = 200  # sequence number of an op; making an engine takes fewer ops
 
 
 def survivors(model: Callable[[str], Path], fault: str, **engine: Any) -> list[Any]:
@@ -32,7 +31,7 @@ def survivors(model: Callable[[str], Path], fault: str, **engine: Any) -> list[A
     [("kill", "PeerDead: ", "rank 1"), ("raise", "GroupPoisoned: ", "rank 1"), ("stop", "PeerTimeout: ", "rank 1")],
 )
 def test_survivors_name_it(model: Callable[[str], Path], does: str, raised: str, words: str) -> None:
-    options = {"additional_config": {"moe_rt": {"timeout_s": 5.0}}} if does == "stop" else {}
+    options = {"additional_config": {"moe_rt": {"timeout_s": TIMEOUT_S}}} if does == "stop" else {}
     fault = f"rank=1,op={BEYOND_THE_START},at=mid_payload,do={does}"
     answers = survivors(model, fault, **options)
     errors = [str(answer) for answer in answers]

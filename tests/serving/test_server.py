@@ -51,6 +51,7 @@ def test_answers_then_a_killed_worker(server: Server, expected: list[list[int]],
         asked = [clients.submit(server.complete, prompt, 900) for prompt in PROMPTS]
         stream = server.streamed(PROMPTS[0], 900)
         next(stream)
+        assert server.await_running(len(PROMPTS) + 1)
         os.kill(server.workers()[-1], signal.SIGKILL)
         start = time.monotonic()
         statuses = {one.result()[0] for one in asked}

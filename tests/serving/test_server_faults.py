@@ -9,18 +9,17 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
+from serving.fault_times import BEYOND_THE_START, TIMEOUT_S
 from serving.prompts import LENGTHS, PROMPTS, gathered, tokens
 
 from moe_rt.lab.testing.serving.server import END_S, Server
 
 Start = Callable[..., Server]
 LONG = 900  # tokens per answer
-BEYOND_THE_START = 200  # sequence number of an op; making an engine takes fewer ops
 
 
 @pytest.fixture
@@ -43,8 +42,7 @@ def amid_requests(server: Server) -> Iterator[list[Future[tuple[int, list[int]]]
     """Yield requests that are all being answered; the caller must end them in any way before it leaves."""
     with ThreadPoolExecutor(len(PROMPTS)) as clients:
         asked = [clients.submit(server.complete, prompt, LONG) for prompt in PROMPTS]
-        for prompt in PROMPTS[:2]:  # a rank gets one request after the other
-            list(islice(server.streamed(prompt, LONG), 1))
+        assert server.await_running(len(PROMPTS))
         yield asked
 
 
@@ -63,7 +61,7 @@ def stopped(server: Server) -> list[int]:
 
 
 def test_a_rank_that_freezes_in_a_layer(start: Start) -> None:
-    server = start(fault=f"rank=1,op={BEYOND_THE_START},at=mid_payload,do=stop", timeout_s=3.0)
+    server = start(fault=f"rank=1,op={BEYOND_THE_START},at=mid_payload,do=stop", timeout_s=TIMEOUT_S)
     server.await_ready()
     with ThreadPoolExecutor(len(PROMPTS)) as clients:
         assert set(clients.map(lambda prompt: server.complete(prompt, LONG)[0], PROMPTS)) == {500}
@@ -74,7 +72,7 @@ def test_a_rank_that_freezes_in_a_layer(start: Start) -> None:
 
 def test_a_rank_that_freezes_anywhere(start: Start) -> None:
     """A rank that freezes anywhere fails all requests, also if the others wait in vLLM's all-reduce between steps."""
-    server = start("--cpu-distributed-timeout-seconds", "30", timeout_s=3.0)
+    server = start("--cpu-distributed-timeout-seconds", "30", timeout_s=TIMEOUT_S)
     server.await_ready()
     with amid_requests(server) as asked:
         os.kill(server.workers()[1], signal.SIGSTOP)
@@ -103,10 +101,13 @@ def test_a_rank_that_never_comes(start: Start) -> None:
 
 def named(server: Server, name: str) -> int:
     """Return the process of the server that has this name."""
-    (found,) = [
-        pid for pid in server.processes() if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(name.encode())
-    ]
-    return found
+    found = []
+    for pid in server.processes():
+        with suppress(OSError):  # it has ended
+            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(name.encode()):
+                found.append(pid)
+    (one,) = found
+    return one
 
 
 def test_a_killed_api_server(start: Start) -> None:

@@ -28,7 +28,7 @@ TIMEOUT_S = 60.0
 LOOKS = 20  # acts between two checks of the clock
 WARM_UP = 10 * LOOKS
 CONFIGS = 5  # kinds of layers: some share a buffer, also with a layer that some ranks have not yet collected
-CHILD_S = 60  # a child that does not end by then is killed
+CHILD_S = 600  # a child that does not end by then is killed
 
 
 @dataclass(eq=False)
@@ -234,7 +234,7 @@ def live(group: dist.ProcessGroup, seed: int, acts: int, seconds: float) -> dict
         raise
     life.finish()
     dist.barrier()
-    return {"acts": life.counts, "left": left_behind(before, held(group))}
+    return {"acts": life.counts, "left": left_behind(before, lambda: held(group))}
 
 
 def _acts(life: Life, acts: int, seconds: float) -> None:

@@ -38,11 +38,14 @@ if not words or words[0][0] == "-" and words[0] not in ("-m", "-c"):
     if not words or words[0][0] == "-" and words[0] not in ("-m", "-c"):
         os.execv({python!r}, [{python!r}, *words])
 asked = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+forwarded = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+before = signal.pthread_sigmask(signal.SIG_BLOCK, forwarded)  # the program may run before the handlers are set
 asked.connect({path!r})
 socket.send_fds(asked, [json.dumps([words, os.getcwd(), dict(os.environ)]).encode()], [0, 1, 2])
 asked.recv(64)
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+for number in forwarded:
     signal.signal(number, lambda number, _: asked.send(str(number).encode()))
+signal.pthread_sigmask(signal.SIG_SETMASK, before)
 status = int(asked.recv(64))
 if status < 0:
     signal.signal(-status, signal.SIG_DFL)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import resource
+from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from moe_rt.lab.testing.resources import held as held_by_process
+from moe_rt.lab.testing.resources import left_of
 
 # Caches of torch grow for a while, and do not shrink.
 MARGINS = {"descriptors": 0, "threads": 0, "segments": 0, "store keys": 0, "resident MiB": 150}
@@ -32,7 +34,7 @@ def _of_group(key: str) -> bool:
     return key.split("/")[-2] in ("meetings", "places")
 
 
-def left_behind(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
-    """Return the counts that grew by more than the margins."""
-    more = {name: after[name] - before[name] for name in before}
-    return {name: count for name, count in more.items() if count > MARGINS[name]}
+def left_behind(before: dict[str, int], look: Callable[[], dict[str, int]]) -> dict[str, int]:
+    """Return the counts that grew by more than the margins, and do not fall again."""
+    most = {name: count + MARGINS[name] for name, count in before.items()}
+    return {name: more + MARGINS[name] for name, more in left_of(most, look).items() if more > 0}

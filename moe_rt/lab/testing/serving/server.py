@@ -150,6 +150,13 @@ class Server:
                 found.append(int(entry.name))
         return found
 
+    def await_running(self, requests: int) -> bool:
+        """Wait for at most END_S; True if its ranks are answering this many requests, as vLLM counts them."""
+        deadline = time.monotonic() + END_S
+        while self._num_running() != requests and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return self._num_running() == requests
+
     def await_end(self, but: int = 0) -> bool:
         """Wait for at most END_S; True if no process of the server is left other than `but`."""
         deadline = time.monotonic() + END_S
@@ -170,6 +177,11 @@ class Server:
                 return True
         except OSError:
             return False
+
+    def _num_running(self) -> int:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/metrics", timeout=END_S) as answer:
+            counts = re.findall(r"^vllm:num_requests_running\{.*\} (\S+)$", answer.read().decode(), re.MULTILINE)
+        return int(sum(map(float, counts)))
 
     def _post(self, prompt: list[int], length: int, **more: Any) -> Any:
         body = dict(
