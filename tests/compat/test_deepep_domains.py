@@ -249,6 +249,20 @@ def test_a_refusal_where_peers_come_to_make_a_buffer(refuses: int) -> None:
     ThreadGroup.run(work, 3, timeout_s=CASE_TIMEOUT_S)
 
 
+def test_a_refusal_is_where_peers_dispatched_last() -> None:
+    """The buffer that was used last need not be the one that was made last."""
+
+    def work(group: ThreadGroup) -> None:
+        exchange = Exchange(group, 60.0)
+        for rows in (rows_of(), rows_of(32), rows_of()):
+            send(exchange, 3, rows)
+        error = InvalidInput("x: got nothing")
+        with pytest.raises(InvalidInput, match="x: got nothing" if group.rank else "rank 1"):
+            exchange.refuse(None, error) if group.rank == 1 else send(exchange, 3, rows_of())
+
+    ThreadGroup.run(work, 2, timeout_s=CASE_TIMEOUT_S)
+
+
 def test_rows_that_a_function_writes() -> None:
     """It is not called for more rows than the buffer holds, which every rank refuses."""
 

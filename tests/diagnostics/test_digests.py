@@ -177,6 +177,20 @@ def test_steps_after_the_block_are_not_watched(tmp_path: Path) -> None:
     model.close()
 
 
+def test_an_optimizer_of_several_models_ends_steps(tmp_path: Path) -> None:
+    """Only its second group is of the watched model; optimizers of other models end no step."""
+    model, other = Mixed(None), torch.nn.Linear(2, 2)
+    groups = [{"params": list(other.parameters())}, {"params": list(model.parameters())}]
+    with diagnostics.digest(model, tmp_path):
+        for optimizer in (torch.optim.SGD(groups, lr=0.1), torch.optim.SGD(other.parameters(), lr=0.1)):
+            model(batch(0))
+            optimizer.step()
+        model(batch(0))
+    lines = [json.loads(line) for line in (tmp_path / "rank-00000.jsonl").read_text().splitlines()]
+    assert {(step, call) for step, call, _, op, *_ in lines[1:] if op == "route"} == {(0, 0), (1, 0), (1, 1)}
+    model.close()
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_recomputation_is_not_a_second_forward(tmp_path: Path, use_reentrant: bool) -> None:
     model, x = Mixed(None), batch(0).requires_grad_()

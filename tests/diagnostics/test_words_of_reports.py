@@ -80,6 +80,16 @@ def test_the_first_op_that_differs_is_shown() -> None:
 @pytest.mark.parametrize(
     ("name", "kind"), [("dispatch", 0), ("combine_backward", 0), ("combine", 1), ("dispatch_backward", 1)]
 )
+def test_a_rank_waits_for_announcements_of_the_kind_of_its_op(name: str, kind: int) -> None:
+    announced = [[7, 6, 7], [7, 6, 7]]
+    announced[1 - kind] = [6, 7, 6]
+    segment: Any = SimpleNamespace(announced=announced, announcers=[[0, 1, 2]] * 2)
+    assert collect._missing(segment, [op(6), op(7, name, phase="wait", status="", arrived_ns=0, end_ns=0)]) == [1]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("dispatch", 0), ("combine_backward", 0), ("combine", 1), ("dispatch_backward", 1)]
+)
 def test_a_conclusion_says_what_a_rank_has_not_done(name: str, kind: int) -> None:
     waiting = op(7, name, phase="wait", status="", end_ns=0)
     for done, verb in ((6, "announced"), (7, "passed on"), (8, "passed on")):

@@ -213,7 +213,7 @@ SCENES: dict[str, tuple[str, Callable[[Fakes], None], list[dict[str, Any]]]] = {
     "two levels": ("nodes", of_correctness, [{}, {"quick": True, "seconds": 25.0}]),
     "chains": ("chains", of_correctness, [{}, {"quick": True}]),
     "scale": ("scale", of_scale, [{}, {"quick": True}, {"sizes": (1, 4)}]),
-    "smoke": ("smoke", of_smoke, [{}, {"quick": True}, {"sizes": (1,)}, {"sizes": (2, 4)}]),
+    "smoke": ("smoke", of_smoke, [{}, {"quick": True}, {"sizes": (1,)}, {"sizes": (1, 2)}, {"sizes": (2, 4)}]),
     "graphs": ("graphs", of_graphs, [{}, {"quick": True}, {"sizes": (4,)}]),
     "layer": ("layer", of_layers, [{}]),
     "training": ("training", of_training, [{}, {"quick": True}]),

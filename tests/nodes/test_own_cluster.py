@@ -14,7 +14,7 @@ import pytest
 from support.needs_nodes import new_cluster
 
 from moe_rt.errors import InvalidConfig
-from moe_rt.lab.cluster.cluster import NETNS
+from moe_rt.lab.cluster.cluster import NETNS, Cluster
 from moe_rt.lab.cluster.own_cluster import OwnCluster
 
 HANG_S = 800.0
@@ -88,6 +88,21 @@ def test_who_takes_it_down_needs_no_keeper() -> None:
     assert len(keepers(cluster.name)) == 1
     cluster.down()
     assert keepers(cluster.name) == []
+    await_no_trace(cluster.name)
+
+
+def test_the_keeper_stays_until_all_is_taken_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    def down(cluster: Cluster) -> None:
+        raise InvalidConfig("a process does not end")
+
+    cluster = OwnCluster("own")
+    cluster.up(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Cluster, "down", down)
+        with pytest.raises(InvalidConfig, match="does not end"):
+            cluster.down()
+    assert len(keepers(cluster.name)) == 1
+    cluster.down()
     await_no_trace(cluster.name)
 
 

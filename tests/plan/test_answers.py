@@ -96,6 +96,13 @@ def test_a_question_compares_layers_as_they_are_planned() -> None:
     assert {row[3] for row in skewed.rows} == {"balance", "do not"}
 
 
+@pytest.mark.parametrize(("gpus", "factor"), [(8, 8), (16, 16), (32, 16)])
+def test_the_worst_case_of_few_experts(gpus: int, factor: float) -> None:
+    """A rank receives a token once for each of its experts at most: 128 experts are 4 on each of 32 GPUs, topk is 8."""
+    rows = QUESTIONS["bound"](Setting(QWEN, Cluster(gpus), 256)).rows
+    assert rows[-1][:2] == ("never", pytest.approx(factor, rel=0.01))
+
+
 def test_the_command_line_answers_in_json_and_tables() -> None:
     plain = invoke()
     assert plain.exit_code == 0

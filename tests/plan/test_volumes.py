@@ -82,6 +82,14 @@ def test_the_rank_of_the_same_index_forwards(op: str, sent: int, received: int) 
     assert found.near_received.tolist() == [10.0 * (rank == received) for rank in range(4)]
 
 
+def test_the_rank_of_the_same_index_forwards_if_nodes_are_interleaved() -> None:
+    """Rank 2, the second one of its node, sends to rank 1 through rank 3."""
+    none = np.zeros((0, 1), dtype=np.int64)
+    rows = count([none, none, np.array([[1]]), none], Placement.contiguous(4, 4), Topology((0, 1, 0, 1)))
+    found = link_bytes(rows, 10, "two_level")
+    assert (found.near_sent.tolist(), found.near_received.tolist()) == ([0, 0, 0, 10], [0, 10, 0, 0])
+
+
 def test_expected_rows_are_means() -> None:
     topology = Topology((0, 0, 1))
     mean = expected(3000, 2, 10, topology)
