@@ -6,6 +6,7 @@ import builtins
 import multiprocessing
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -343,3 +344,15 @@ def test_where_the_disassembler_is_found(tmp_path: Path, monkeypatch: pytest.Mon
     assert kernel_code.find_disassembler() == "package/nvdisasm"
     monkeypatch.setattr(builtins, "__import__", without)
     assert kernel_code.find_disassembler() is None
+
+
+def test_memory_orders_are_read_for_every_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Job] = []
+
+    def results(jobs: list[Job], seconds: float) -> Iterator[Any]:
+        asked.extend(jobs)
+        return iter([])
+
+    monkeypatch.setattr(compiling, "_results", results)
+    compiling.compile_all(("sm_80", "sm_90a"), (LARGEST,), Check("cpu"), cache=False)
+    assert asked == [Job(LARGEST, arch, to_ptx=to_ptx) for to_ptx in (False, True) for arch in ("sm_80", "sm_90a")]
