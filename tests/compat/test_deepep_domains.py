@@ -250,7 +250,7 @@ def test_a_refusal_where_peers_come_to_make_a_buffer(refuses: int) -> None:
 
 
 def test_a_refusal_is_where_peers_dispatched_last() -> None:
-    """The buffer that was used last need not be the one that was made last."""
+    """A buffer may be used last and not made last."""
 
     def work(group: ThreadGroup) -> None:
         exchange = Exchange(group, 60.0)
