@@ -26,12 +26,13 @@ from moe_rt.lab.chaos.outcome import Outcome
 from moe_rt.lab.chaos.worker import Size
 
 CARD = {"cores": 4, "cpu": "a processor", "load_average": 1.25}
-ORIGIN = f"4 cores of a processor, load average 1.2, {date.today().isoformat()}, "
+ORIGIN = "4 cores of a processor, load average 1.2, 2026-11-28, "
 
 
 @pytest.fixture(autouse=True)
 def card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outcome, "machine_card", lambda: CARD)
+    monkeypatch.setattr(outcome, "date", SimpleNamespace(today=lambda: date(2026, 11, 28)))
 
 
 def of(trial: Any, *raised: str, ms: tuple[float, ...] = (), complaints: tuple[str, ...] = ()) -> Outcome[Any]:
