@@ -172,7 +172,7 @@ class ElasticBuffer:
             self._exchange.refuse(self._rows, error, *counts)
         assert topk_idx is not None
         assert num_experts is not None
-        hidden = (x[0] if isinstance(x, tuple) else x).shape[1]
+        hidden = parts_of(x)[0].shape[1]
         rows = self._rows = Rows("tokens", hidden, topk_idx.shape[1], num_experts, torch.bfloat16)
         weights = torch.zeros(topk_idx.shape, device=topk_idx.device) if topk_weights is None else topk_weights
         received = self._exchange.dispatch(rows, x, topk_idx, weights, most)
