@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import gc
 import posixpath
 import re
 import subprocess
@@ -93,8 +94,9 @@ def files(tree: Tree, suffixes: str | tuple[str, ...], under: str | tuple[str, .
     return ((path, text) for path, text in tree.items() if path.endswith(suffixes) and path.startswith(under))
 
 
-def python_modules(tree: Tree, under: str) -> Iterator[tuple[str, ast.Module]]:
-    return ((path, ast.parse(text, path)) for path, text in files(tree, ".py", under))
+def python_modules(tree: Tree, under: str) -> Iterator[tuple[str, list[ast.AST]]]:
+    """Yield each path with the module, first, and all nodes in it."""
+    return ((path, prose.nodes(path, text)) for path, text in files(tree, ".py", under))
 
 
 def line_of(text: str, offset: int) -> int:
@@ -170,8 +172,8 @@ def function_budget(tree: Tree) -> Findings:
             yield path, 1, "its braces do not balance outside of directives, so functions cannot be measured"
         else:
             yield from ((path, *finding) for finding in too_long(cpp_functions(code)))
-    for path, module in python_modules(tree, under=""):
-        functions = (n for n in ast.walk(module) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)))
+    for path, nodes in python_modules(tree, under=""):
+        functions = (n for n in nodes if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)))
         yield from ((path, *finding) for finding in too_long((f.lineno, f.end_lineno or 0) for f in functions))
 
 
@@ -187,8 +189,9 @@ def first_sentence(tree: Tree) -> Findings:
     for path, text in files(tree, CPP):
         if not text.lstrip().startswith(("//", "/*")):
             yield path, 1, "the file does not start with a comment"
-    for path, module in python_modules(tree, under=""):
-        if module.body and not ast.get_docstring(module):
+    for path, nodes in python_modules(tree, under=""):
+        module = nodes[0]
+        if isinstance(module, ast.Module) and module.body and not ast.get_docstring(module):
             yield path, 1, "the module does not start with a docstring"
 
 
@@ -211,20 +214,20 @@ def no_wait_without_end(tree: Tree) -> Findings:
             condition = parts[1].strip() if len(parts) > 1 else "range"  # `for (x : range)` ends by itself
             if condition in ("", "1", "true") or ATOMIC_LOAD.search(condition):
                 yield path, line_of(code, match.start()), "this loop may never end; use the bounded wait"
-    for path, module in python_modules(tree, "moe_rt/"):
-        for node in ast.walk(module):
+    for path, nodes in python_modules(tree, "moe_rt/"):
+        for node in nodes:
             if isinstance(node, ast.While) and isinstance(node.test, ast.Constant) and node.test.value:
                 yield path, node.lineno, "`while True` has no end; loop until a deadline"
 
 
 def no_pickle(tree: Tree) -> Findings:
     """The package neither pickles nor uses multiprocessing.shared_memory."""
-    for path, module in python_modules(tree, "moe_rt/"):
-        for line, name in runtime_imports(module, path.split("/")[:-1]):
+    for path, nodes in python_modules(tree, "moe_rt/"):
+        for line, name in runtime_imports(nodes[0], path.split("/")[:-1]):
             parts = set(name.split("."))
             if parts & PICKLE or name == "torch.load" or {"multiprocessing", "shared_memory"} <= parts:
                 yield path, line, f"imports {name}"
-        for node in ast.walk(module):
+        for node in nodes:
             if isinstance(node, ast.Attribute) and node.attr in PICKLE | {"shared_memory"}:
                 yield path, node.lineno, f"uses {ast.unparse(node)}"
             if isinstance(node, ast.Call) and re.match(r"torch\.load\((?!.*\bweights_only=True)", ast.unparse(node)):
@@ -239,13 +242,13 @@ def room_of(parts: list[str]) -> str:
 
 def no_layer_points_upwards(tree: Tree) -> Findings:
     """A module of moe_rt imports only from its own package or a lower level in ORDER: packages form no cycle."""
-    for path, module in python_modules(tree, "moe_rt/"):
+    for path, nodes in python_modules(tree, "moe_rt/"):
         own = room_of(path.removesuffix(".py").split("/"))
         if own in OUTSIDE_THE_ORDER:
             continue
         if own not in LEVEL:
             yield path, 1, f"moe_rt.{own} has no place in ORDER in tools/check_tree.py"
-        for line, name in runtime_imports(module, path.split("/")[:-1]):
+        for line, name in runtime_imports(nodes[0], path.split("/")[:-1]):
             package, *_ = parts = name.split(".")
             other = room_of(parts)
             if package == "moe_rt" and other != own and LEVEL.get(other, len(LEVEL)) >= LEVEL.get(own, len(LEVEL)):
@@ -331,6 +334,7 @@ RULES: tuple[Callable[[Tree], Findings], ...] = (
 def main() -> int:
     parser = argparse.ArgumentParser(description="Check that the tree obeys its own rules.")
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[1], help="default: this tree")
+    gc.disable()  # it would go through the nodes of all modules again and again
     tree = read_tree(parser.parse_args().root)
     status = 0
     for rule in RULES:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import io
 import re
 import statistics
@@ -40,8 +41,14 @@ SENTENCE_END = re.compile(r"(?<=[.!?:])\s+(?=[A-Z`*(\d])")
 NO_COMMENT = re.compile(r"#!|#\s*(?:type:|noqa|fmt:|ruff:|mypy:)|//\s*(?:clang-format|NOLINT)")
 
 
-def docstrings(text: str) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(ast.parse(text)):
+@functools.cache
+def nodes(path: str, text: str) -> list[ast.AST]:
+    """Return a module, first, and all nodes in it; each file is parsed once for all rules."""
+    return list(ast.walk(ast.parse(text, path)))
+
+
+def docstrings(path: str, text: str) -> Iterator[tuple[int, str]]:
+    for node in nodes(path, text):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             doc = ast.get_docstring(node)
             if doc:
@@ -60,10 +67,13 @@ def comment_lines(path: str, text: str) -> Iterator[tuple[int, str]]:
                 yield number, line.strip()
 
 
-def blocks(path: str, text: str) -> Iterator[tuple[int, str]]:
-    """Yield line and text of every docstring and of every run of comment lines."""
-    if path.endswith(".py"):
-        yield from docstrings(text)
+@functools.cache
+def blocks(path: str, text: str) -> list[tuple[int, str]]:
+    """Return line and text of every docstring and of every run of comment lines."""
+    return [*(docstrings(path, text) if path.endswith(".py") else ()), *runs_of_comments(path, text)]
+
+
+def runs_of_comments(path: str, text: str) -> Iterator[tuple[int, str]]:
     first, last, block = 0, -1, list[str]()
     for number, comment in comment_lines(path, text):
         if NO_COMMENT.match(comment):

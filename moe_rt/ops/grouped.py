@@ -28,7 +28,8 @@ _lib.define("grouped_sum(Tensor rows, Tensor offs) -> Tensor")
 
 
 # Rows and columns of a product are filled up to multiples of this, if a row's bits must not depend on the other rows:
-# MKL sums the rest of either in another order.
+# MKL sums the rest of either in another order. In fp64 its order on Intel's processors depends on the number of rows,
+# so a product there has only these.
 TILE = 16
 WHOLE_VECTORS = 64  # elements: a multiple of what torch's element-wise loops take at once, of any type
 
@@ -117,10 +118,13 @@ def _multiply_rows(product: Callable[..., Tensor], a: Tensor, b: Tensor, out: Te
     if num_columns % TILE:
         b = F.pad(b, (0, -num_columns % TILE))
     whole = num_rows - num_rows % TILE
-    if whole and num_columns % TILE:
-        out[:whole] = product(a[:whole], b)[:, :num_columns]
-    elif whole:
-        product(a[:whole], b, out=out[:whole])
+    at_once = TILE if a.dtype is torch.float64 else max(whole, 1)
+    for first in range(0, whole, at_once):
+        rows = slice(first, first + at_once)
+        if num_columns % TILE:
+            out[rows] = product(a[rows], b)[:, :num_columns]
+        else:
+            product(a[rows], b, out=out[rows])
     if whole < num_rows:
         rest = F.pad(a[whole:], (0, 0, 0, -num_rows % TILE))
         out[whole:] = product(rest, b)[: num_rows - whole, :num_columns]

@@ -79,14 +79,16 @@ def dispatch(
     if spec.by_token:
         return _dispatch_tokens(xs, topk_idx, topk_weights, spec, max_tokens)
     received = []
+    entries = [idx.tolist() for idx in topk_idx]
+    sent, zero = [through_codec(x, spec.dispatch_dtype) for x in xs], torch.zeros(spec.hidden, dtype=spec.dtype)
     for rank in range(spec.num_ranks):
         rows: list[Row] = []
         ends: list[int] = []
         real_ends: list[int] = []
         for local, expert in enumerate(spec.placement.local_experts(rank)):
-            for source, (idx, weights) in enumerate(zip(topk_idx, topk_weights, strict=True)):
-                for token in range(len(idx)):
-                    hits = [k for k in range(spec.num_topk) if int(idx[token, k]) == expert]
+            for source, (tokens, weights) in enumerate(zip(entries, topk_weights, strict=True)):
+                for token, experts in enumerate(tokens):
+                    hits = [k for k in range(spec.num_topk) if experts[k] == expert]
                     if hits:
                         weight = sum((weights[token, k] for k in hits[1:]), start=weights[token, hits[0]])
                         rows.append(Row(local, source, token, weight.to(spec.acc_dtype), hits[0]))
@@ -95,7 +97,6 @@ def dispatch(
             ends.append(len(rows))
         capacity = spec.capacity(rank, max_tokens)
         kept = rows[:capacity]
-        sent, zero = [through_codec(x, spec.dispatch_dtype) for x in xs], torch.zeros(spec.hidden, dtype=spec.dtype)
         received.append(
             Received(
                 stacked([sent[r.source][r.token] if r.source >= 0 else zero for r in kept], zero),
@@ -235,10 +236,10 @@ def combine(
         for node in range(topology.num_nodes):
             of_node, num_partials = torch.zeros_like(out), torch.zeros(len(out), 1, dtype=torch.int64)
             for rank in topology.ranks_of(node):
-                partial = torch.zeros_like(out)
-                for i, row in enumerate(received[rank].kept):
-                    if row.source == source:
-                        partial[row.token] += recv_weights[rank][i] * ys[rank][i].to(spec.acc_dtype)
+                at = [i for i, row in enumerate(received[rank].kept) if row.source == source]
+                tokens = torch.tensor([received[rank].rows[i].token for i in at], dtype=torch.int64)
+                weighted = recv_weights[rank][at, None] * ys[rank][at].to(spec.acc_dtype)
+                partial = torch.zeros_like(out).index_add_(0, tokens, weighted)  # row after row
                 of_node += partial.to(spec.dtype).to(spec.acc_dtype) if codec is None else through_codec(partial, codec)
                 num_partials[list({row.token for row in received[rank].rows if row.source == source})] += 1
             rounded = through_codec(of_node.to(spec.dtype).to(spec.acc_dtype), codec)

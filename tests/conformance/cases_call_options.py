@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 from support.ranks import meet
-from support.rounds import CPU
+from support.rounds import CPU, expected_once
 from support.routing import buffer_kwargs, make_inputs, make_spec
 from torch import Tensor
 
 from moe_rt import Buffer
 from moe_rt.config.spec import BufferSpec
-from moe_rt.lab.testing.rounds import Inputs, check_bits, expect, expect_forward, play
+from moe_rt.lab.testing.rounds import Inputs, check_bits, expect_forward, play
 
 
 def open_buffer(group: Any, spec: BufferSpec, **more: Any) -> Buffer:
@@ -33,7 +33,7 @@ def bounded_rounds(group: Any, spec: BufferSpec, bounds: list[int | None], full:
             most = bound or spec.num_max_tokens_per_rank
             tokens = [most if full or r == 0 else (most * r) // 2 % (most + 1) for r in range(spec.num_ranks)]
             inputs = make_inputs(spec, tokens, turn, "topk" if full else "random")
-            expected = expect(spec, inputs, turn, bound)
+            expected = expected_once(spec, inputs, turn, bound)
             play(buffer, inputs, expected, CPU, turn, max_tokens=bound, rows_to_spare=turn)
 
 
@@ -106,7 +106,7 @@ def ids_as_they_lie(group: Any, idx_dtype: torch.dtype) -> None:
     """Ids of either width are accepted, also in a view that begins at an odd address."""
     spec = make_spec(size_of(group))
     inputs = make_inputs(spec, [12, 0, 7], 3)
-    expected = expect(spec, inputs, 3)
+    expected = expected_once(spec, inputs, 3)
     for rank, idx in enumerate(inputs.topk_idx):
         memory = torch.full((idx.numel() + 1,), 99, dtype=idx_dtype)
         memory[1:] = idx.flatten()
@@ -120,7 +120,7 @@ def fewer_rows(group: Any, rows_to_spare: int, num_threads: int) -> None:
     with open_buffer(group, spec, num_threads=num_threads) as buffer:
         for seed, tokens in enumerate(([12, 0, 7], [0, 0, 0], [1, 12, 12])):
             inputs = make_inputs(spec, tokens, seed)
-            play(buffer, inputs, expect(spec, inputs, seed), CPU, rows_to_spare=rows_to_spare)
+            play(buffer, inputs, expected_once(spec, inputs, seed), CPU, rows_to_spare=rows_to_spare)
 
 
 def too_few_rows(group: Any, faulty_rank: int, op: str, fault_continues: bool) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.ranks import meet
-from support.rounds import CPU
+from support.rounds import CPU, expected_once
 from support.routing import buffer_kwargs, make_inputs, make_spec
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from moe_rt import Buffer, MoEConfig, MoELayer
 from moe_rt.buffer.handle import Handle
 from moe_rt.config.spec import BufferSpec
 from moe_rt.errors import InvalidConfig, MoeRtError
-from moe_rt.lab.testing.rounds import expect, play
+from moe_rt.lab.testing.rounds import play
 
 
 def outcome(act: Callable[[], Any]) -> str:
@@ -40,7 +40,7 @@ def dispatched(buffer: Buffer) -> tuple[Tensor, Tensor, Handle]:
 def bounded_round(group: Any, spec: BufferSpec, max_tokens: int) -> None:
     inputs = make_inputs(spec, [max_tokens, 0, 3], 4)
     with Buffer(group, timeout_s=60.0, **buffer_kwargs(spec)) as buffer:
-        play(buffer, inputs, expect(spec, inputs, 4, max_tokens), CPU, max_tokens=max_tokens)
+        play(buffer, inputs, expected_once(spec, inputs, 4, max_tokens), CPU, max_tokens=max_tokens)
 
 
 def _experts_of_tokens(rows: Tensor, ids: Tensor, row_weights: Tensor, w: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ def retried(group: Any) -> tuple[int, int]:
     """Return this rank's capacity after an overflow, and the number of rows it needed."""
     spec = make_spec(3, layout="tokens", capacity_factor=0.1, overflow="retry")
     inputs = make_inputs(spec, [12, 3, 7], 2)
-    expected = expect(replace(spec, capacity_factor=None), inputs, 2)
+    expected = expected_once(replace(spec, capacity_factor=None), inputs, 2)
     with Buffer(group, timeout_s=60.0, **buffer_kwargs(spec)) as buffer:
         play(buffer, inputs, expected, CPU)
         return buffer.capacity, len(expected.received[buffer.rank].rows)

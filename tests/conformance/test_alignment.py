@@ -9,14 +9,14 @@ import pytest
 import torch
 from conftest import CPU_HEAPS, HEAPS
 from support.ranks import Ranks
-from support.rounds import full_round, rounds_in_a_row
+from support.rounds import expected_once, full_round, rounds_in_a_row
 from support.routing import buffer_kwargs, make_inputs, make_spec
 from test_conformance import tokens_for
 from torch import Tensor
 
 from moe_rt import Buffer
 from moe_rt.errors import CapacityOverflow, InvalidConfig, InvalidInput
-from moe_rt.lab.testing.rounds import expect, play
+from moe_rt.lab.testing.rounds import play
 
 MakeRanks = Callable[[str, int], Ranks]
 UNEVEN = [0, 0, 0, 0, 0, 0, 1, 1, 2]
@@ -66,7 +66,7 @@ def bounded(group: Any, max_tokens: int) -> None:
     spec = make_spec(3, expert_alignment=8)
     inputs = make_inputs(spec, [max_tokens, 0, 3], 4)
     with Buffer(group, timeout_s=60.0, **buffer_kwargs(spec)) as buffer:
-        play(buffer, inputs, expect(spec, inputs, 4, max_tokens), torch.device("cpu"), max_tokens=max_tokens)
+        play(buffer, inputs, expected_once(spec, inputs, 4, max_tokens), torch.device("cpu"), max_tokens=max_tokens)
 
 
 def test_every_expert_begins_at_a_multiple() -> None:

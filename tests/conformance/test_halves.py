@@ -18,14 +18,14 @@ import torch
 from conftest import HEAPS
 from support.halves import halve
 from support.ranks import Ranks
-from support.rounds import CPU, one_round, outcome
+from support.rounds import CPU, expected_once, one_round, outcome
 from support.routing import buffer_kwargs, make_inputs, make_spec
 
 from moe_rt import Buffer, ThreadGroup
 from moe_rt.buffer.pending import Pending
 from moe_rt.config.spec import BufferSpec
 from moe_rt.errors import GroupClosed, InvalidInput, InvalidRouting
-from moe_rt.lab.testing.rounds import expect, play
+from moe_rt.lab.testing.rounds import play
 
 MakeRanks = Callable[[str, int], Ranks]
 
@@ -48,7 +48,7 @@ def chain_in_halves(group: Any, rounds: int, seed: int) -> None:
     rank, spec = rank_of(group), make_spec(3, dtype=torch.bfloat16)
     pace = random.Random(100 * seed + rank)
     rounds_of = [make_inputs(spec, [(5 * r + i) % 13 for r in range(3)], i, "random") for i in range(4)]
-    expected = [expect(spec, inputs, i) for i, inputs in enumerate(rounds_of)]
+    expected = [expected_once(spec, inputs, i) for i, inputs in enumerate(rounds_of)]
 
     def between() -> None:
         if pace.random() < 0.3:

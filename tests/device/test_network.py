@@ -11,14 +11,14 @@ import torch
 from conformance.cases_scaled_rows import PLAIN, scaled_round
 from support.emulated_gpu import EmulatedGpu
 from support.ranks import ThreadRanks
-from support.rounds import CPU, chain, full_round
+from support.rounds import CPU, chain, expected_once, full_round
 from support.routing import buffer_kwargs, make_inputs, make_spec
 
 from moe_rt import Buffer, ThreadGroup
 from moe_rt.engine import backend
 from moe_rt.errors import InvalidConfig, MoeRtError
 from moe_rt.group.rendezvous import Rendezvous
-from moe_rt.lab.testing.rounds import check_bits, expect, padded
+from moe_rt.lab.testing.rounds import check_bits, padded
 from moe_rt.memory import loopback
 from moe_rt.memory.segments import Segments
 
@@ -93,7 +93,7 @@ def dispatches_in_a_row(group: Any, rounds: int) -> None:
     """Run several dispatches, then their combines: only the protocol orders the dispatches' signals."""
     spec = make_spec(2)
     inputs = make_inputs(spec, [12, 7], seed=6)
-    expected = expect(spec, inputs, seed=6)
+    expected = expected_once(spec, inputs, seed=6)
     with Buffer(group, timeout_s=60.0, **buffer_kwargs(spec)) as buffer:
         rank = buffer.rank
         for _ in range(rounds):
@@ -112,7 +112,7 @@ def test_signals_of_ops_in_a_row(gpu: EmulatedGpu) -> None:
 def closes_after_its_last_op(group: Any, times: int) -> None:
     spec = make_spec(2)
     inputs = make_inputs(spec, [12, 7], seed=6)
-    expected = expect(spec, inputs, seed=6)
+    expected = expected_once(spec, inputs, seed=6)
     for _ in range(times):
         with Buffer(group, timeout_s=60.0, **buffer_kwargs(spec)) as buffer:
             rank = buffer.rank
@@ -129,7 +129,7 @@ def late(group: Any) -> str:
     """Rank 1 announces half a timeout after rank 0 has timed out, when rank 0's next launch would still poll."""
     spec = make_spec(2)
     inputs = make_inputs(spec, [12, 7], seed=6)
-    expected = expect(spec, inputs, seed=6)
+    expected = expected_once(spec, inputs, seed=6)
     with Buffer(group, timeout_s=1.0, **buffer_kwargs(spec)) as buffer:
         rank = buffer.rank
         if rank == 1:

@@ -184,7 +184,8 @@ def check_placed(capacity: int, recv_weights: Tensor, handle: Handle, mine: refe
     check(recv_weights.shape == (capacity, *each), f"recv_weights: got {list(recv_weights.shape)}")
     check_bits("offs", handle.offs, mine.offs)
     check_bits("recv_weights", recv_weights[:n], mine.recv_weights)
-    check((handle.recv_topk_idx is None) is (mine.recv_topk_idx is None), f"recv_topk_idx: got {handle.recv_topk_idx}")
+    absent = handle.recv_topk_idx is None
+    check(absent is (mine.recv_topk_idx is None), f"recv_topk_idx: got {None if absent else 'a tensor'}")
     if handle.recv_topk_idx is not None and mine.recv_topk_idx is not None:
         check(handle.recv_topk_idx.shape == recv_weights.shape, f"recv_topk_idx: got {handle.recv_topk_idx.shape}")
         check_bits("recv_topk_idx", handle.recv_topk_idx[:n], mine.recv_topk_idx)
@@ -228,11 +229,8 @@ def check(right: bool, message: str) -> None:
 def check_bits(name: str, got: Tensor, expected: Tensor) -> None:
     """Check for equal shape, dtype and bits, on the device of `expected`: NaN equals itself and -0.0 is not 0.0."""
     got, expected = (got.detach() if expected.is_cuda else read(got)).contiguous(), expected.detach().contiguous()
-    like = f"{got.dtype} {list(got.shape)}"
-    check(
-        like == f"{expected.dtype} {list(expected.shape)}",
-        f"{name}: got shape and dtype {like}, expected those of {expected}",
-    )
+    like, wanted = (f"{t.dtype} {list(t.shape)}" for t in (got, expected))
+    check(like == wanted, f"{name}: got shape and dtype {like}, expected {wanted}")
     as_integers = _INTEGERS[got.itemsize]
     wrong = got.view(as_integers) != expected.view(as_integers)
     if bool(read(wrong.any())):
