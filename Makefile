@@ -23,14 +23,17 @@ QUICK := $(addprefix tests/,conformance/test_conformance.py conformance/test_cap
   integrations/test_megatron.py device/test_network.py protocol/test_protocol_files.py \
   protocol/test_window_selector.py protocol/test_local_partials.py docs/test_named_tests.py tree)
 
-# Tests that take half of all the time: models, races, fuzzing, compilers, documents, whole programs.
-LONG := bench $(addprefix tests/,docs fuzz gpucheck install model mutants nodes soak device/test_lanes.py elastic \
-  compat/test_trainers.py compat/test_on_cpu.py compat/test_torch_on_cpu.py \
-  faults/test_matrix.py faults/test_chaos_on_nodes.py faults/test_remote_kills.py heap/test_ucx_messages.py \
-  integrations/test_transformers_trainer.py layer/test_compiled.py mesh/test_own_experts_compiled.py \
-  ops/test_halves_compiled.py plan/test_many_overflows.py plan/test_memory_exact.py plan/test_real_tuning.py \
-  protocol/test_engine_sources.py protocol/test_races.py protocol/test_remote_peers.py \
-  train/test_equal_steps.py train/test_parity.py)
+# Tests that take half of all the time: those that compile, search or race, and those that start whole programs.
+COMPILING := $(wildcard tests/*/test_*compiled.py) $(addprefix tests/,fuzz gpucheck model mutants compat/test_trainers.py \
+  compat/test_on_cpu.py compat/test_torch_on_cpu.py device/test_driver_calls.py device/test_gin.py device/test_jit.py \
+  device/test_lanes.py device/test_ring.py device/test_rows_of_lanes.py plan/test_many_overflows.py \
+  plan/test_memory_exact.py plan/test_real_tuning.py protocol/test_engine_sources.py protocol/test_races.py \
+  protocol/test_regions.py protocol/test_rows_by_definition.py protocol/test_wait_bounds.py)
+PROGRAMS := bench $(addprefix tests/,docs install nodes soak elastic faults/test_chaos_on_nodes.py faults/test_endings.py \
+  faults/test_first_failure.py faults/test_matrix.py faults/test_raising.py faults/test_remote_kills.py \
+  heap/test_nvshmem_package.py heap/test_ucx_messages.py integrations/test_transformers_trainer.py \
+  protocol/test_remote_peers.py train/test_equal_steps.py train/test_parity.py)
+LONG = $(COMPILING) $(PROGRAMS)
 
 .PHONY: demo quick test long-test pytest test-alone ptx-test ptx-conformance serve-test serve-forked serve-anew sweep mutants coverage lint format stubs install tools docs wheel clean
 
@@ -64,7 +67,7 @@ demo: $(TRAINS)
 	@echo "  moe-rt bench --tokens 64 --hidden 256 --iters 5 --contestants moe_rt,a2a,memcpy"
 
 quick: install lint
-	$(PYTEST) -k "not compiles_as_one_graph" $(QUICK)
+	$(PYTEST) $(QUICK)
 
 # Linters leave a core idle, so they run in parallel with the tests.
 test: install tools

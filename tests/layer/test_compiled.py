@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from layer import cases_chunks, cases_training
+from layer import cases_chunks, cases_dtypes, cases_layer, cases_training
 from layer import cases_compiled as cases
 from layer.cases_kinds import layer_config
 from support.ranks import Ranks
@@ -44,6 +44,18 @@ def test_a_compiled_rank_next_to_one_that_overlaps(make_ranks: MakeRanks) -> Non
     """Ops in a graph are whole. They run in the order of the ranks that overlap."""
     for y, grad, same, same_grad in make_ranks("shm", 2).run(cases_chunks.ranks_differ, "compiled"):
         torch.testing.assert_close((same, same_grad), (y, grad))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.sweep)], ids=str)
+def test_a_layer_compiles_as_one_graph(make_ranks: MakeRanks, dtype: torch.dtype) -> None:
+    for out, grad in make_ranks("shm", 2).run(cases_layer.compiled, dtype):
+        assert out < 1e-4
+        assert grad < 1e-4
+
+
+def test_graphs_make_the_buffers_that_they_need(make_ranks: MakeRanks) -> None:
+    for differences in make_ranks("shm", 2).run(cases_dtypes.compiled):
+        assert max(differences) < 1e-5
 
 
 @pytest.mark.parametrize("own", [False, True])

@@ -34,11 +34,6 @@ def test_evaluation_under_autocast_between_steps(make_ranks: MakeRanks, heap: st
         assert dtypes == [torch.bfloat16, torch.float32, torch.bfloat16]
 
 
-def test_graphs_make_the_buffers_that_they_need(make_ranks: MakeRanks) -> None:
-    for differences in make_ranks("shm", 2).run(cases.compiled):
-        assert max(differences) < 1e-5
-
-
 @pytest.mark.parametrize("heap", ["threads", "shm"])
 def test_a_buffer_that_was_never_used_is_let_go(make_ranks: MakeRanks, heap: str) -> None:
     assert make_ranks(heap, 2).run(cases.unused_is_let_go) == [(True, torch.bfloat16)] * 2

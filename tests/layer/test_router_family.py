@@ -1,4 +1,4 @@
-"""Every way of routing: equal to Transformers' routers and to plain loops, with exact gradients, in one graph."""
+"""Every way of routing: equal to Transformers' routers and to plain loops, with exact gradients."""
 
 from __future__ import annotations
 
@@ -16,12 +16,6 @@ from moe_rt.errors import InvalidConfig, InvalidInput
 from moe_rt.nn.router import RouterConfig, choose_by_experts
 
 family = pytest.mark.parametrize("options", FAMILY.values(), ids=FAMILY.keys())
-# Compiling one takes five seconds; layers that compile (test_models_as_layers.py) have routers of the other kinds.
-COMPILED = ("mixtral", "softmax groups", "jittered")
-compiled = pytest.mark.parametrize(
-    "options",
-    [pytest.param(o, id=name, marks=[] if name in COMPILED else pytest.mark.sweep) for name, o in FAMILY.items()],
-)
 
 
 def by_id(idx: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -210,20 +204,6 @@ def test_nothing_is_read_on_the_host(options: dict[str, Any]) -> None:
         state = {name: mode.from_tensor(t) for name, t in real.items()}
         fake = torch.func.functional_call(router, state, (mode.from_tensor(x),))
         assert (fake[0].shape, fake[1].shape) == (idx.shape, weights.shape)
-
-
-@compiled
-def test_compiles_as_one_graph(options: dict[str, Any]) -> None:
-    router = make_router(**{**options, "jitter": 0.0})
-    torch.compiler.reset()
-    compiled = torch.compile(router, fullgraph=True, backend="aot_eager")
-    for shape in ((2, 5), (3, 7), (4, 9)):  # dynamic from the second shape on
-        x = tokens(*shape)
-        got, want = compiled(x), router(x)
-        assert torch.equal(got[0], want[0])
-        torch.testing.assert_close(got[1], want[1])
-        torch.testing.assert_close(got[2].loss, want[2].loss)
-        torch.testing.assert_close(compiled(x, want[0])[1], want[1])
 
 
 @pytest.mark.parametrize(

@@ -55,12 +55,6 @@ def test_ddp_trains_as_one_process(make_ranks: MakeRanks, world: int, ep: int, h
     check(make_ranks("shm", world).run(cases.ddp_steps, ep, how, {}), how)
 
 
-@pytest.mark.parametrize(("world", "ep"), [(2, 2), *(pytest.param(4, ep, marks=pytest.mark.sweep) for ep in (2, 4))])
-def test_ddp_compiled(make_ranks: MakeRanks, world: int, ep: int) -> None:
-    how = {"compile": True, "clip": "torch"}
-    check(make_ranks("shm", world).run(cases.ddp_steps, ep, how, {}), how)
-
-
 @pytest.mark.parametrize(
     ("ep", "how"),
     [
@@ -159,11 +153,6 @@ def test_ddp_refuses_another_group_than_the_prepared_one(make_ranks: MakeRanks) 
     for outcome in make_ranks("shm", 4).outcomes(refusals.of_another_group):
         with pytest.raises(InvalidConfig, match="got 4 ranks, expected the 2 of the group"):
             raise outcome
-
-
-def test_a_compiled_update_is_the_same(make_ranks: MakeRanks) -> None:
-    for eager, compiled in make_ranks("shm", 2).run(cases.compiled_update):
-        torch.testing.assert_close(compiled, eager, rtol=1e-6, atol=1e-6)
 
 
 def test_importing_does_not_import_the_compiler() -> None:

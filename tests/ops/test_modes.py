@@ -13,22 +13,25 @@ from support.ranks import Ranks
 MakeRanks = Callable[[str, int], Ranks]
 
 
-def any_two(heap: str, usual_by_default: bool) -> list[Any]:
+def any_two(heap: str, usual_by_default: bool, slow: bool = False) -> list[Any]:
     """Return pairs of modes: each mode before the usual ones, and by default the usual ones before all others; a sweep
     has the other pairs.
 
-    Compiling takes most of the time: only a sweep compiles after unusual modes. The emulated GPU's engine shares the
-    Python of CPU ranks: on it only a sweep begins with unusual modes.
+    A slow mode is in all pairs or in none. Only a sweep has slow modes after unusual ones. The emulated GPU's engine
+    shares the Python of CPU ranks: on it only a sweep begins with unusual modes.
     """
     found = []
     for first in cases.modes(heap):
         known = first in cases.USUAL
-        soon = [mode for mode in cases.modes(heap) if mode in cases.USUAL and (known or mode not in cases.SLOW)]
-        others = [mode for mode in cases.modes(heap) if mode not in soon]
+        seconds = [mode for mode in cases.modes(heap) if slow is (mode in cases.SLOW or first in cases.SLOW)]
+        soon = [mode for mode in seconds if mode in cases.USUAL and (known or mode not in cases.SLOW)]
+        others = [mode for mode in seconds if mode not in soon]
         rare = [] if known or heap != "loopback" else [pytest.mark.sweep]
         more = [] if known and usual_by_default else [pytest.mark.sweep]
-        found.append(pytest.param(heap, first, soon, id=f"{heap}-{first}", marks=rare))
-        found.append(pytest.param(heap, first, others, id=f"{heap}-{first}-others", marks=more))
+        if soon:
+            found.append(pytest.param(heap, first, soon, id=f"{heap}-{first}", marks=rare))
+        if others:
+            found.append(pytest.param(heap, first, others, id=f"{heap}-{first}-others", marks=more))
     return found
 
 

@@ -54,10 +54,6 @@ def test_closures_and_hooks_may_look_at_this_ranks_weights(make_ranks: MakeRanks
     assert make_ranks("shm", 2).run(cases.closures, kind) == [True, True]
 
 
-def test_a_compiled_step(make_ranks: MakeRanks) -> None:
-    assert make_ranks("shm", 2).run(cases.compiled) == [True, True]
-
-
 @pytest.mark.parametrize("case", [cases.averaged, cases.accumulated])
 def test_sums_and_averages(make_ranks: MakeRanks, case: Callable[..., object]) -> None:
     expected = case(None)
