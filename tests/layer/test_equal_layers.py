@@ -99,6 +99,23 @@ def test_rows_stand_alone(dtype: torch.dtype) -> None:
         check_products(fan_in, fan_out, dtype)
 
 
+def test_products_of_fp64_have_as_many_rows_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MKL's order of a sum in fp64 depends on the number of rows on some processors, not on all."""
+    rows: list[int] = []
+    multiply = torch.mm
+
+    def counted(a: Tensor, b: Tensor, **out: Tensor) -> Tensor:
+        rows.append(len(a))
+        return multiply(a, b, **out)
+
+    monkeypatch.setattr(torch, "mm", counted)
+    x = torch.randn(3 * TILE + 5, 7, dtype=torch.float64)
+    for columns in (TILE, 3):
+        weight = torch.randn(columns, 7, dtype=torch.float64)
+        torch.testing.assert_close(row_wise_linear(x, weight), x @ weight.T)
+    assert rows == 8 * [TILE]
+
+
 def check_products(fan_in: int, fan_out: int, dtype: torch.dtype) -> None:
     g = torch.Generator().manual_seed(fan_in)
     x, weight = torch.randn(300, fan_in, generator=g).to(dtype), torch.randn(fan_out, fan_in, generator=g).to(dtype)
