@@ -23,7 +23,7 @@ QUICK := $(addprefix tests/,conformance/test_conformance.py conformance/test_cap
   integrations/test_megatron.py device/test_network.py protocol/test_protocol_files.py \
   protocol/test_window_selector.py protocol/test_local_partials.py docs/test_named_tests.py tree)
 
-# Tests that take half of all the time: those that compile, search or race, and those that start whole programs.
+# Tests that take half of all the time: those that compile, search or race, and those that train or start programs.
 COMPILING := $(wildcard tests/*/test_*compiled.py) $(addprefix tests/,fuzz gpucheck model mutants compat/test_trainers.py \
   compat/test_on_cpu.py compat/test_torch_on_cpu.py device/test_driver_calls.py device/test_gin.py device/test_jit.py \
   device/test_lanes.py device/test_ring.py device/test_rows_of_lanes.py plan/test_many_overflows.py \

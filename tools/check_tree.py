@@ -190,8 +190,7 @@ def first_sentence(tree: Tree) -> Findings:
         if not text.lstrip().startswith(("//", "/*")):
             yield path, 1, "the file does not start with a comment"
     for path, nodes in python_modules(tree, under=""):
-        module = nodes[0]
-        if isinstance(module, ast.Module) and module.body and not ast.get_docstring(module):
+        if nodes[0].body and not ast.get_docstring(nodes[0]):
             yield path, 1, "the module does not start with a docstring"
 
 

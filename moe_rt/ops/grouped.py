@@ -29,7 +29,7 @@ _lib.define("grouped_sum(Tensor rows, Tensor offs) -> Tensor")
 
 # Rows and columns of a product are filled up to multiples of this, if a row's bits must not depend on the other rows:
 # MKL sums the rest of either in another order. In fp64 its order on Intel's processors depends on the number of rows,
-# so a product there has only these.
+# so each product in fp64 has this many.
 TILE = 16
 WHOLE_VECTORS = 64  # elements: a multiple of what torch's element-wise loops take at once, of any type
 

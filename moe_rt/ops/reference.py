@@ -239,7 +239,7 @@ def combine(
                 at = [i for i, row in enumerate(received[rank].kept) if row.source == source]
                 tokens = torch.tensor([received[rank].rows[i].token for i in at], dtype=torch.int64)
                 weighted = recv_weights[rank][at, None] * ys[rank][at].to(spec.acc_dtype)
-                partial = torch.zeros_like(out).index_add_(0, tokens, weighted)  # row after row
+                partial = torch.zeros_like(out).index_add_(0, tokens, weighted)  # one row after the other
                 of_node += partial.to(spec.dtype).to(spec.acc_dtype) if codec is None else through_codec(partial, codec)
                 num_partials[list({row.token for row in received[rank].rows if row.source == source})] += 1
             rounded = through_codec(of_node.to(spec.dtype).to(spec.acc_dtype), codec)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.rounds import expected_once
 from support.routing import buffer_kwargs, make_inputs, make_spec
 from torch import Tensor
 
@@ -319,3 +320,21 @@ def test_sums_of_more_terms_may_differ_more(num_terms: int, tolerance: float) ->
     rounds.check_close("t", large * (1 + 0.99e-4), large, num_terms)
     with pytest.raises(WrongOutput):
         rounds.check_close("t", large * (1 + 1.01e-4), large, num_terms)
+
+
+@pytest.mark.parametrize("changed", ["nothing", "spec", "seed", "max_tokens", "xs", "topk_idx", "topk_weights"])
+def test_what_is_computed_once_is_that_of_its_arguments(changed: str) -> None:
+    spec = make_spec(2)
+    inputs = make_inputs(spec, [5, 3], 1, "topk")
+    first = expected_once(spec, inputs, 1, 12)
+    values: dict[str, Any] = {"spec": make_spec(2, sums="invariant"), "seed": 2, "max_tokens": 6}
+    spec, seed, max_tokens = (
+        values[n] if n == changed else v for n, v in (("spec", spec), ("seed", 1), ("max_tokens", 12))
+    )
+    if changed in ("xs", "topk_idx", "topk_weights"):
+        of_ranks = getattr(inputs, changed)
+        of_ranks[0] = of_ranks[0].flip(0)
+    got, wanted = expected_once(spec, inputs, seed, max_tokens), expect(spec, inputs, seed, max_tokens)
+    assert (got is first) is (changed == "nothing")
+    for one, other in zip(got.outs + got.grad_outs, wanted.outs + wanted.grad_outs, strict=True):
+        rounds.check_bits("outputs and their gradients", one, other)

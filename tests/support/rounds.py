@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,7 @@ from moe_rt.lab.testing.rounds import Expected, expect, play
 
 CPU = torch.device("cpu")
 _KEPT = 64
-_kept: OrderedDict[tuple[Any, ...], Expected] = OrderedDict()
+_kept: dict[tuple[Any, ...], Expected] = {}
 _lock = threading.Lock()
 
 
@@ -28,11 +27,10 @@ def expected_once(spec: BufferSpec, inputs: Inputs, seed: int, max_tokens: int |
     tensors = [*inputs.xs, *inputs.topk_idx, *inputs.topk_weights]
     key = (spec, seed, max_tokens, *(t.contiguous().view(torch.uint8).numpy().tobytes() for t in tensors))
     with _lock:
+        if len(_kept) > _KEPT:
+            _kept.clear()
         if key not in _kept:
             _kept[key] = expect(spec, inputs, seed, max_tokens)
-        _kept.move_to_end(key)
-        while len(_kept) > _KEPT:
-            _kept.popitem(last=False)
         return _kept[key]
 
 
