@@ -51,8 +51,8 @@ def grouped_linear(
         weight: [L, out, in], or [L, in, out] if transposed. Neither is copied.
         offs: int32 [L], inclusive.
         bias: [L, out]; its gradient sums an expert's rows as a matrix product does.
-        row_wise: on the CPU, the bits of a row of y, and of the gradient of x, depend only on that row and its weight.
-            Products are filled up to multiples of 16 rows and columns for that.
+        row_wise: on the CPU with torch.set_num_threads(1), the bits of a row of y, and of the gradient of x, depend
+            only on that row and its weight. Products are filled up to multiples of 16 rows and columns for that.
         multiply: replaces the op grouped_mm, and has its arguments (`moe_rt.ops.late_weights`).
 
     Returns:
@@ -64,7 +64,7 @@ def grouped_linear(
 
 
 def row_wise_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x @ weight.T + bias like F.linear; each row's bits depend only on that row.
+    """Return x @ weight.T + bias like F.linear; with one thread of torch each row's bits depend only on that row.
 
     Gradients of weight and bias are summed for each sequence, then by `moe_rt.ops.tree_sums.tree_sum`, in the wider of
     their own dtype and x's.
