@@ -19,6 +19,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from moe_rt.engine.differentiation import SECOND_DERIVATIVE, Args, differentiate, refuse_call
 from moe_rt.engine.storage import blank
+from moe_rt.errors import expect
 from moe_rt.ops.tree_sums import for_each_sequence
 
 _lib = torch.library.Library("moe_rt", "FRAGMENT")
@@ -51,12 +52,15 @@ def grouped_linear(
         weight: [L, out, in], or [L, in, out] if transposed. Neither is copied.
         offs: int32 [L], inclusive.
         bias: [L, out]; its gradient sums an expert's rows as a matrix product does.
-        row_wise: on the CPU with torch.set_num_threads(1), the bits of a row of y, and of the gradient of x, depend
-            only on that row and its weight. Products are filled up to multiples of 16 rows and columns for that.
+        row_wise: on the CPU the bits of a row of y, and of the gradient of x, depend only on that row and its weight.
+            Products are filled up to multiples of 16 rows and columns for that.
         multiply: replaces the op grouped_mm, and has its arguments (`moe_rt.ops.late_weights`).
 
     Returns:
         [rows, out]; rows past offs[-1] are unspecified.
+
+    Raises:
+        InvalidConfig: row_wise, and torch has more than one thread on this CPU.
     """
     b = weight if transposed else weight.mT
     y: Tensor = (multiply or torch.ops.moe_rt.grouped_mm)(x, b, offs, row_wise)
@@ -64,7 +68,7 @@ def grouped_linear(
 
 
 def row_wise_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x @ weight.T + bias like F.linear; with one thread of torch each row's bits depend only on that row.
+    """Return x @ weight.T + bias like F.linear; each row's bits depend only on that row.
 
     Gradients of weight and bias are summed for each sequence, then by `moe_rt.ops.tree_sums.tree_sum`, in the wider of
     their own dtype and x's.
@@ -72,6 +76,9 @@ def row_wise_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
     Args:
         x: [..., sequence, in] on the CPU; [in] and [sequence, in] are one sequence.
         weight, bias: [out, in] and [out], or those of `for_each_sequence`; they are cast to x's dtype.
+
+    Raises:
+        InvalidConfig: torch has more than one thread.
     """
     num_sequences = max(1, x.shape[:-2].numel())
     rows = x.reshape(-1, x.shape[-1])
@@ -95,6 +102,8 @@ def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor, row_wise: bool = False) -> T
     """[rows, K] x [L, K, N] -> [rows, N], or [M, rows] x [rows, N] -> [L, M, N], like torch's grouped_mm."""
     widen = not _cpu_multiplies(a.dtype)
     row_wise = row_wise and b.dim() == 3
+    if row_wise:
+        _require_one_thread()
     if not widen and not row_wise and _kernel_takes(a) and _kernel_takes(b):
         return _grouped_mm_of_torch(a, b, offs)
     spans = _spans(offs)
@@ -110,6 +119,14 @@ def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor, row_wise: bool = False) -> T
         elif i < j:
             product(a[i:j], b[e], out=out[i:j])
     return out
+
+
+def _require_one_thread() -> None:
+    """Raise InvalidConfig if MKL could divide a row's sum among threads: it does, by the number of rows."""
+    threads = torch.get_num_threads()
+    expect(
+        threads == 1, "sums", f'"invariant" with {threads} threads of torch', "torch.set_num_threads(1) before products"
+    )
 
 
 def _multiply_rows(product: Callable[..., Tensor], a: Tensor, b: Tensor, out: Tensor) -> None:

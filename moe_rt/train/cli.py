@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import click
+import torch
 
 from moe_rt.errors import MoeRtError
 from moe_rt.train.config import TrainConfig
@@ -40,6 +41,9 @@ def _click_type(kind: Any) -> Any:
 def main(**values: Any) -> None:
     """Train a byte-level mixture-of-experts language model; under torchrun its experts are spread over ranks."""
     try:
-        train(TrainConfig(**values))
+        config = TrainConfig(**values)
+        if config.sums == "invariant" and config.device == "cpu":
+            torch.set_num_threads(1)  # as products demand; torchrun sets it only for several ranks
+        train(config)
     except (MoeRtError, OSError) as error:  # on a full disk, writing the metrics may fail first
         raise click.ClickException(f"{type(error).__name__}: {error}") from error

@@ -336,5 +336,6 @@ def test_what_is_computed_once_is_that_of_its_arguments(changed: str) -> None:
         of_ranks[0] = of_ranks[0].flip(0)
     got, wanted = expected_once(spec, inputs, seed, max_tokens), expect(spec, inputs, seed, max_tokens)
     assert (got is first) is (changed == "nothing")
+    assert expected_once(spec, inputs, seed, max_tokens) is got
     for one, other in zip(got.outs + got.grad_outs, wanted.outs + wanted.grad_outs, strict=True):
         rounds.check_bits("outputs and their gradients", one, other)

@@ -116,6 +116,21 @@ def test_products_of_fp64_have_as_many_rows_each(monkeypatch: pytest.MonkeyPatch
     assert rows == 8 * [TILE]
 
 
+def test_several_threads_are_refused() -> None:
+    """MKL may divide a row's sum among threads. The layer refuses before it sends, so it goes on with one thread."""
+    layer = MoELayer(config(sums="invariant"))
+    x = make_batch(4, torch.float32)[0]
+    expected = layer(x)[0]
+    try:
+        torch.set_num_threads(2)
+        with pytest.raises(InvalidConfig, match=r'got "invariant" with 2 threads of torch, expected torch'):
+            layer(x)
+    finally:
+        torch.set_num_threads(1)
+    check_bits("after a refusal", layer(x)[0], expected)
+    layer.buffer.close()
+
+
 def check_products(fan_in: int, fan_out: int, dtype: torch.dtype) -> None:
     g = torch.Generator().manual_seed(fan_in)
     x, weight = torch.randn(300, fan_in, generator=g).to(dtype), torch.randn(fan_out, fan_in, generator=g).to(dtype)

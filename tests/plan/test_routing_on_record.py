@@ -60,12 +60,17 @@ def shares() -> Any:
     }
 
 
+def moments(made: routing.Loads) -> dict[str, Any]:
+    """Return moments of the ranks' rows, and their covariance, whose root depends on the processor."""
+    facts = {name: getattr(made, name) for name in ("tokens", "laws", "mean", "deviation", "skewness")}
+    return facts | {"covariance": made.mixing.T @ made.mixing}
+
+
 def loads(number: int) -> Any:
-    """Return moments of the ranks' rows, their correlations, and tails next to and far from the mean."""
+    """Return moments of the ranks' rows, and tails next to and far from the mean."""
     made = routing.rank_loads(*GROUPS[number])
     rows = [np.maximum(made.mean + at, 0).astype(int) for at in (-1000, -20, -3, -1, 0, 1, 3, 20, 1000)]
-    facts = {name: getattr(made, name) for name in ("tokens", "laws", "mean", "deviation", "skewness")}
-    facts |= {"covariance": made.mixing.T @ made.mixing, "tails": [made.tails(each) for each in rows]}
+    facts = moments(made) | {"tails": [made.tails(each) for each in rows]}
     return facts | {"quantiles": [made.quantile(p) for p in (0.05, 0.5, 0.999)]}
 
 
@@ -88,13 +93,17 @@ def drawn(number: int) -> Any:
 
 def simulated() -> Any:
     rng = np.random.default_rng(7)
+
+    def made(*group: Any) -> Any:
+        return moments(routing.rank_loads(*group))
+
     return {
         "overflow": [routing.simulate_overflow(f, *GROUPS[0], batches=40, seed=2) for f in (0.5, 1.2, 1.5)],
         "loads": routing.simulate_loads(rng, 5, 2, 3, UNEVEN, distinct.owners(13, 3), 4),
         "rows": every(routing.capacity_rows, (0.0, np.nan, 0.001, 1.0, 1.25, 9.0), (7,), (2,), (5, 6), (2, 5), (0, 1)),
-        "refused": [every(partial(routing.rank_loads, shares=UNEVEN), *v) for v in (((0, 1), (2,), (0, 3)),)],
+        "refused": every(made, (0, 1), (2,), (0, 3), (UNEVEN,)),
         "risks": every(routing.factor_for, (0.0, 1.0), (5,), (2,), (2,), (UNEVEN,)),
-        "experts": every(routing.rank_loads, (5,), (2,), (14,), (UNEVEN,)),
+        "experts": every(made, (5,), (2,), (14,), (UNEVEN,)),
     }
 
 

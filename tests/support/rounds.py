@@ -27,9 +27,9 @@ def expected_once(spec: BufferSpec, inputs: Inputs, seed: int, max_tokens: int |
     tensors = [*inputs.xs, *inputs.topk_idx, *inputs.topk_weights]
     key = (spec, seed, max_tokens, *(t.contiguous().view(torch.uint8).numpy().tobytes() for t in tensors))
     with _lock:
-        if len(_kept) > _KEPT:
-            _kept.clear()
         if key not in _kept:
+            if len(_kept) == _KEPT:
+                _kept.clear()
             _kept[key] = expect(spec, inputs, seed, max_tokens)
         return _kept[key]
 

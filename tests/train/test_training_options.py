@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from moe_rt.errors import InvalidConfig
@@ -101,6 +102,21 @@ def test_the_help_has_every_option_with_its_default() -> None:
     assert "Decoder blocks. [default: 4]" in text
     assert "--dtype [fp32|bf16] Type of computation; parameters are always fp32. [default: fp32]" in text
     assert "--out PATH Directory for metrics, plots, text sample and checkpoints. [default: runs/train]" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "threads"), [("", 2), ("--sums=invariant", 1), ("--sums=invariant --device=cuda", 2)]
+)
+def test_invariant_sums_on_cpus_get_one_thread(monkeypatch: pytest.MonkeyPatch, arguments: str, threads: int) -> None:
+    """A single rank has as many threads as the machine has cores, with which products are refused."""
+    seen: list[int] = []
+    monkeypatch.setattr(cli, "train", lambda config: seen.append(torch.get_num_threads()))
+    try:
+        torch.set_num_threads(2)
+        CliRunner().invoke(cli.main, arguments, catch_exceptions=False)
+    finally:
+        torch.set_num_threads(1)
+    assert seen == [threads]
 
 
 @pytest.mark.parametrize("name", REFUSED)
