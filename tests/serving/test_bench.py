@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_rt.lab.bench.serving.conduct import kills
+from moe_rt.lab.bench.serving.rank import contestants_here
 
 
 def bench(*arguments: str) -> dict[str, Any]:
@@ -29,11 +30,11 @@ def test_contestants_answer_as_stock_does() -> None:
         "decode: 1 sequence a rank, 32 steps", "decode: 3 sequences a rank, 32 steps", "prefill: 40 tokens a rank",
     ]  # fmt: skip
     for run in document["runs"]:
-        ours, shm, gloo, stock = run["results"]
-        assert [result["contestant"] for result in run["results"]] == ["moe_rt", "shm", "gloo", "stock"]
-        assert [result["errors"] for result in run["results"]] == [[]] * 4
+        ours, *others, stock = run["results"]
+        assert tuple(result["contestant"] for result in run["results"]) == contestants_here()
+        assert not any(result["errors"] for result in run["results"])
         layers = 4 * 2 * (run["load"]["steps"] or 1)
-        assert ours["layer_us"]["n"] == shm["layer_us"]["n"] == gloo["layer_us"]["n"] == layers
+        assert [result["layer_us"]["n"] for result in (ours, *others)] == [layers] * (1 + len(others))
         assert ours["adapter_us"]["n"] == layers
         assert 0 < ours["adapter_us"]["p50"] < ours["layer_us"]["p50"]
         assert "layer_us" not in stock

@@ -15,7 +15,7 @@ from moe_rt.diagnostics.output import console
 from moe_rt.errors import MoeRtError
 from moe_rt.lab.bench.launch import RankFailed
 from moe_rt.lab.bench.serving.loads import ratio
-from moe_rt.lab.bench.serving.rank import CONTESTANTS
+from moe_rt.lab.bench.serving.rank import contestants_here
 from moe_rt.lab.bench.serving.run import Model, Settings, run
 from moe_rt.lab.bench.table import show_machine, time
 
@@ -71,7 +71,7 @@ def serve(given: dict[str, Any]) -> None:
     settings = Settings(
         ranks=given.get("ranks", 2),
         model=Model(**{name: given[name] for name in MODEL if name in given}),
-        contestants=given["contestants"].split(",") if "contestants" in given else CONTESTANTS,
+        contestants=given["contestants"].split(",") if "contestants" in given else contestants_here(),
         sequences=given.get("sequences", (1, 16, 64)),
         prompts=given.get("prompts", (512, 2048)),
         turns=given.get("iters", 5),

@@ -53,6 +53,13 @@ def _timed(call: Callable[..., Any], times: list[int]) -> Callable[..., Any]:
 
 
 CONTESTANTS = ("moe_rt", "shm", "gloo", "stock")
+
+
+def contestants_here() -> tuple[str, ...]:
+    """Return the contestants of this processor: vLLM has no shared-memory collectives in its library for AVX2."""
+    return tuple(name for name in CONTESTANTS if name != "shm" or torch.backends.cpu.get_cpu_capability() != "AVX2")
+
+
 _CLOCK = Clock()  # one per process: engines create their layers internally
 
 

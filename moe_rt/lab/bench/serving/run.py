@@ -16,7 +16,7 @@ from moe_rt.lab.bench.launch import listen
 from moe_rt.lab.bench.results import rounded
 from moe_rt.lab.bench.serving.conduct import Job
 from moe_rt.lab.bench.serving.loads import Load
-from moe_rt.lab.bench.serving.rank import CONTESTANTS
+from moe_rt.lab.bench.serving.rank import contestants_here
 from moe_rt.lab.testing.programs import ONE_HOST, Program, running
 
 STEPS = 32  # decoding steps
@@ -51,7 +51,7 @@ class Settings:
 
     Attributes:
         ranks: data-parallel ranks with one thread each; stock vLLM has one rank with as many threads.
-        contestants: names from rank.CONTESTANTS; `stock` provides the right answers and always takes part.
+        contestants: names from rank.contestants_here(); `stock` provides the right answers and always takes part.
         sequences: sequences per rank of the decode loads.
         prompts: tokens of the prefill loads' prompts, one prompt per rank.
         turns: turns of each contestant per load.
@@ -76,13 +76,15 @@ def run(settings: Settings, progress: Callable[[float], None]) -> dict[str, Any]
         progress: called with the fraction of a load, or of all kills, completed since the last call.
 
     Raises:
-        InvalidConfig: an unknown contestant, or sizes that do not fit together.
+        InvalidConfig: a contestant that is unknown or not for this processor, or sizes that do not fit together.
         MissingPackage: vLLM is not installed.
         RankFailed: a rank of a contestant failed; its output is on stderr.
     """
-    unknown = sorted(set(settings.contestants) - set(CONTESTANTS))
+    here = contestants_here()
+    unknown = sorted(set(settings.contestants) - set(here))
     if unknown:
-        raise InvalidConfig(f"contestants: got {', '.join(unknown)}, expected some of {', '.join(CONTESTANTS)}")
+        why = "; vLLM has shm only for AVX-512" if "shm" in unknown else ""
+        raise InvalidConfig(f"contestants: got {', '.join(unknown)}, expected some of {', '.join(here)}{why}")
     model = settings.model
     if not settings.ranks <= model.experts or model.topk > model.experts:
         sizes = f"{settings.ranks} ranks and topk {model.topk}"
@@ -93,7 +95,7 @@ def run(settings: Settings, progress: Callable[[float], None]) -> dict[str, Any]
     job = Job(
         ranks=settings.ranks,
         sizes=model.sizes(),
-        contestants=[name for name in CONTESTANTS if name in {*settings.contestants, "stock"}],
+        contestants=[name for name in here if name in {*settings.contestants, "stock"}],
         loads=loads,
         turns=settings.turns,
         kills=settings.kills,
