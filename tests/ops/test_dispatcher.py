@@ -21,12 +21,13 @@ from moe_rt.errors import InvalidInput
 from moe_rt.ops import declare
 
 T, H, K, E = 3, 4, 2, 4
+SIZES: dict[str, Any] = dict(num_max_tokens_per_rank=T, hidden=H, num_topk=K, num_experts=E, dtype=torch.float64)
 OPS = ["dispatch", "combine", "combine_backward", "dispatch_backward"]
 
 
 @pytest.fixture
 def buffer() -> Iterator[Buffer]:
-    with Buffer(None, num_max_tokens_per_rank=T, hidden=H, num_topk=K, num_experts=E, dtype=torch.float64) as b:
+    with Buffer(None, **SIZES) as b:
         yield b
 
 
@@ -215,18 +216,20 @@ def test_transforms_of_functions_go_through_it(
 
 
 @pytest.mark.parametrize("watch", [nullcontext, Seen], ids=["past", "through"])
+@pytest.mark.parametrize("layout", ["experts", "tokens"])
 @pytest.mark.parametrize("used", [0, 1], ids=["recv_x", "recv_weights"])
 def test_an_output_that_nobody_uses_adds_nothing(
-    buffer: Buffer, watch: Callable[[], AbstractContextManager[Any]], used: int
+    watch: Callable[[], AbstractContextManager[Any]], layout: Any, used: int
 ) -> None:
     """An unused output has no gradient, instead of a tensor of zeros, and adds nothing."""
     x, idx, w = tokens()
-    with watch():
+    with watch(), Buffer(None, **SIZES, layout=layout) as buffer:
         recv = buffer.dispatch(x, idx, w)
         n = int(recv[2].offs[-1])
         grads = torch.autograd.grad(recv[used][:n].sum(), (x, w), allow_unused=True)
     visits = (idx >= 0).double()
-    expected = visits.sum(1, keepdim=True).expand(T, H), visits
+    rows = visits.amax(1, keepdim=True) if layout == "tokens" else visits.sum(1, keepdim=True)
+    expected = rows.expand(T, H), visits
     assert torch.equal(grads[used], expected[used])
     assert not grads[1 - used].any()
 
