@@ -56,7 +56,8 @@ struct CountedCopies {
 }  // namespace
 
 int main() {
-  constexpr int kRows = 20, kBytes = 1000 * 16, kCopies = 3;
+  // The list of eight destinations reaches the first piece if its own slot is not counted.
+  constexpr int kRows = 20, kBytes = 1000 * 16, kCopies = 8;
   const RingMemory memory = RingMemory::make(100, 227 << 10, 16, kCopies);
   require(memory.at % kRingAlign == 0 && memory.piece % kRingAlign == 0, "pieces are not aligned");
   require(memory.at + 16 * memory.bytes <= (227 << 10) - kRingFrame, "rings are larger than the block's memory");

@@ -83,7 +83,7 @@ def test_what_is_under_way() -> None:
     assert result.returncode == 0, result.stdout
     most, piece, read, written = map(int, result.stdout.split())
     assert (most, piece) == (_engine.RING_LOADS, 1664)
-    assert (read, written) == (20 * 16000, 3 * 20 * 16000)
+    assert (read, written) == (20 * 16000, 8 * 20 * 16000)
 
 
 def chosen(num_sms: int | None, bulk_bytes: int = 227 << 10, **changes: Any) -> Any:
