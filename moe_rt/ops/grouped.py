@@ -124,9 +124,8 @@ def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor, row_wise: bool = False) -> T
 def _require_one_thread() -> None:
     """Raise InvalidConfig if MKL could divide a row's sum among threads: it does, by the number of rows."""
     threads = torch.get_num_threads()
-    expect(
-        threads == 1, "sums", f'"invariant" with {threads} threads of torch', "torch.set_num_threads(1) before products"
-    )
+    how = "one: torch.set_num_threads(1), or OMP_NUM_THREADS=1"
+    expect(threads == 1, "sums", f'"invariant" with {threads} threads of torch', how)
 
 
 def _multiply_rows(product: Callable[..., Tensor], a: Tensor, b: Tensor, out: Tensor) -> None:

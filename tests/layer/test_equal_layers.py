@@ -123,7 +123,7 @@ def test_several_threads_are_refused() -> None:
     expected = layer(x)[0]
     try:
         torch.set_num_threads(2)
-        with pytest.raises(InvalidConfig, match=r'got "invariant" with 2 threads of torch, expected torch'):
+        with pytest.raises(InvalidConfig, match=r'got "invariant" with 2 threads of torch, expected one'):
             layer(x)
     finally:
         torch.set_num_threads(1)
