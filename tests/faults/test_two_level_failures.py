@@ -17,7 +17,7 @@ from support.rounds import one_round
 from support.routing import make_inputs, make_spec
 
 from moe_rt import Buffer, ThreadGroup
-from moe_rt.errors import Code
+from moe_rt.errors import Code, MoeRtError
 
 NODES = (0, 0, 1, 1)
 FAULTY_RANK = 3  # rank 0 learns of it only through others
@@ -112,6 +112,32 @@ def test_a_forwarder_that_raises_before_it_passes_on(
     for rank in (0, 2, 3):
         informed = "GroupPoisoned" in outcomes[rank] and "rank 1 failed first: FaultInjected" in outcomes[rank]
         assert informed or (rank not in waiting and outcomes[rank] == "no error"), outcomes
+
+
+def only_rank_0_waits(group: ThreadGroup, begun: threading.Barrier, given_up: threading.Event) -> Any:
+    """All ranks announce a dispatch. Rank 1, which passes rank 3's announcement on as it waits, starts no wait."""
+    spec = make_spec(group.size, route="two_level")
+    buffer = open_buffer(group, spec, timeout_s=0.2 if group.rank == 0 else PATIENCE_S)
+    inputs = make_inputs(spec, [3] * group.size, 1, "topk")
+    given = (each[group.rank] for each in (inputs.xs, inputs.topk_idx, inputs.topk_weights))
+    pending = buffer.dispatch(*given, wait=False)
+    begun.wait(PATIENCE_S)
+    if group.rank != 0:
+        assert given_up.wait(PATIENCE_S)
+    try:
+        pending.wait()
+    except MoeRtError as error:
+        return type(error).__name__, error.peer
+    finally:
+        given_up.set()
+        buffer.close()
+    return "no error"
+
+
+def test_a_proxy_that_does_not_pass_on_is_named() -> None:
+    """The rank behind it has announced its op and is not to blame."""
+    outcomes = ThreadRanks(4, nodes=NODES).run(only_rank_0_waits, threading.Barrier(4), threading.Event())
+    assert outcomes == [("PeerTimeout", 1), *[("GroupPoisoned", 0)] * 3]
 
 
 def rank_1_closes(group: ThreadGroup) -> str:
