@@ -135,7 +135,7 @@ def only_rank_0_waits(group: ThreadGroup, begun: threading.Barrier, given_up: th
 
 
 def test_a_proxy_that_does_not_pass_on_is_named() -> None:
-    """The rank behind it has announced its op and is not to blame."""
+    """The rank whose announcement it should pass on is not to blame."""
     outcomes = ThreadRanks(4, nodes=NODES).run(only_rank_0_waits, threading.Barrier(4), threading.Event())
     assert outcomes == [("PeerTimeout", 1), *[("GroupPoisoned", 0)] * 3]
 

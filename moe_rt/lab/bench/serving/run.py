@@ -16,7 +16,7 @@ from moe_rt.lab.bench.launch import listen
 from moe_rt.lab.bench.results import rounded
 from moe_rt.lab.bench.serving.conduct import Job
 from moe_rt.lab.bench.serving.loads import Load
-from moe_rt.lab.bench.serving.rank import contestants_here
+from moe_rt.lab.bench.serving.rank import NEED_AVX512, contestants_here
 from moe_rt.lab.testing.programs import ONE_HOST, Program, running
 
 STEPS = 32  # decoding steps
@@ -83,7 +83,7 @@ def run(settings: Settings, progress: Callable[[float], None]) -> dict[str, Any]
     here = contestants_here()
     unknown = sorted(set(settings.contestants) - set(here))
     if unknown:
-        why = "; vLLM has shm only for AVX-512" if "shm" in unknown else ""
+        why = "; vLLM has shm only for AVX-512" if NEED_AVX512.intersection(unknown) else ""
         raise InvalidConfig(f"contestants: got {', '.join(unknown)}, expected some of {', '.join(here)}{why}")
     model = settings.model
     if not settings.ranks <= model.experts or model.topk > model.experts:
