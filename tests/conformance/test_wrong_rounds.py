@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import rounds as kept_rounds
 from support.rounds import expected_once
 from support.routing import buffer_kwargs, make_inputs, make_spec
 from torch import Tensor
@@ -336,6 +337,15 @@ def test_what_is_computed_once_is_that_of_its_arguments(changed: str) -> None:
         of_ranks[0] = of_ranks[0].flip(0)
     got, wanted = expected_once(spec, inputs, seed, max_tokens), expect(spec, inputs, seed, max_tokens)
     assert (got is first) is (changed == "nothing")
-    assert expected_once(spec, inputs, seed, max_tokens) is got
     for one, other in zip(got.outs + got.grad_outs, wanted.outs + wanted.grad_outs, strict=True):
         rounds.check_bits("outputs and their gradients", one, other)
+
+
+def test_what_is_computed_once_is_kept_when_there_is_no_more_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_rounds, "_KEPT", 1)
+    monkeypatch.setattr(kept_rounds, "_kept", {})
+    spec = make_spec(2)
+    inputs = make_inputs(spec, [5, 3], 1, "topk")
+    for seed in (1, 2):
+        assert expected_once(spec, inputs, seed) is expected_once(spec, inputs, seed)
+    assert len(kept_rounds._kept) == 1
