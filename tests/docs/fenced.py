@@ -157,10 +157,6 @@ def check_make_targets(block: Block, root: Path) -> None:
                 raise BlockError(block, message)
 
 
-# Tests set OMP_NUM_THREADS=1, which a reader's terminal does not.
-READERS_THREADS = "import torch; torch.set_num_threads(2)"
-
-
 def run_bash(block: Block, root: Path) -> None:
     commands = forked_python.commands()
     path = os.pathsep.join([str(commands), str(Path(sys.executable).parent), os.environ.get("PATH", "")])
@@ -168,12 +164,15 @@ def run_bash(block: Block, root: Path) -> None:
     run(block, ["bash", "-euo", "pipefail", "-c", block.text], cwd=root, environment=environment)
 
 
+# The first line of a block's script: tests set OMP_NUM_THREADS=1, which a reader's terminal does not.
+READERS_THREADS = "import torch; torch.set_num_threads(2)"
+
+
 def run_python(block: Block) -> None:
     with tempfile.TemporaryDirectory(prefix="moe_rt-docs-") as directory:
         script = Path(directory, f"{block.path.stem}_block.py")
         # Blank lines replace the text above the block, so that a traceback gives the line in the Markdown file.
-        above = READERS_THREADS + "\n" * block.line
-        script.write_text(above + block.text, encoding="utf-8")
+        script.write_text(READERS_THREADS + "\n" * block.line + block.text, encoding="utf-8")
         said = forked_python.run_python(script, cwd=Path(directory), env={**os.environ, INSIDE_A_BLOCK: "1"})
         if said.returncode != 0:
             raise BlockError(block, f"exit status {said.returncode}\n{block.text}\n{said.stdout}{said.stderr}")
